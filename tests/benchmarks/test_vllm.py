@@ -21,7 +21,7 @@ from benchmarks.vllm.bench import (
 )
 from benchmarks.vllm.exactness import Exactness, compare, median_seconds, span_errors
 from rollweave.engine.servers.phases import PHASES
-from rollweave.record.report.data import Span, read_run
+from rollweave.record.report.data import TraceSpan, read_run
 from rollweave.record.summary import Summary
 from rollweave.record.trace import ENGINES
 from rollweave.schema.config.loading import load
@@ -106,7 +106,9 @@ def test_ratios_are_those_of_both_kinds_or_missing_with_a_reason(
 
 
 def test_a_run_begins_when_the_last_of_its_first_engines_is_ready(measured: MeasuredRun) -> None:
-    starts = [Span(ENGINES, lane, "start", 0.0, end) for lane, end in enumerate((3.0, 5.0, 90.0))]
+    starts = [
+        TraceSpan(ENGINES, lane, "start", 0.0, end) for lane, end in enumerate((3.0, 5.0, 90.0))
+    ]
     data = dataclasses.replace(measured.data, spans=[*starts, *measured.data.spans])
     assert measured.with_engines_ready(2).ready_s == 2.0
     assert dataclasses.replace(measured, data=data).with_engines_ready(2).ready_s == 5.0

@@ -15,7 +15,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
 from rollweave.record.store import StoredAttempt, TrajectoryReader
 from rollweave.record.transcript import (
-    Span,
+    TokenSpan,
     TokenDecoder,
     attempt_line,
     cut_turns,
@@ -265,7 +265,7 @@ def _show_summary(trajectory: Trajectory, entry: StoredAttempt, arguments: dict[
     out.print(table)
 
 
-def _show_span(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> None:
+def _show_span(sequence: TokenSequence, span: TokenSpan, decoder: TokenDecoder) -> None:
     start, end = span.start, span.end
     tokens = sequence.tokens[start:end]
     if span.kind is not SegmentKind.OUTPUT:

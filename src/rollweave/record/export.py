@@ -2,8 +2,8 @@
 evaluation log of inspect_ai.
 
 Invariants: an export has every attempt that the run has stored, in the order in which
-they ended; it is written to another name and gets its own once it is complete; at most
-`BATCH` attempts are in memory at once.
+they ended; the file is written under another name and renamed once it is complete; at
+most `BATCH` attempts are in memory at the same time.
 """
 
 import importlib
@@ -42,7 +42,7 @@ Attempts = Iterator[tuple[StoredAttempt, Trajectory]]
 class Export:
     """The trajectories of `run`, to be written in a format of `SUFFIXES`.
 
-    `damaged` has a line about each segment of which a part is left out.
+    `damaged` has a line about each segment that is left out in part.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -110,13 +110,13 @@ def row(
     decoder: TokenDecoder,
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return an attempt as a row with the columns of `_schema`. `arguments` are those
-    of the run's chat template.
+    """Return an attempt as a row with the columns of `_schema`. `arguments` are the
+    arguments of the run's chat template.
 
-    `payload` and `result` are JSON, or text that is none. Each of `sequences` has lists
-    of one entry per token: its id, its log-prob (0 if it was not sampled), whether it
-    was sampled (the loss mask), and the version that sampled it, or -1; and the
-    arguments of its chat template, as JSON.
+    `payload` and `result` are JSON, or text that is not JSON. Each of `sequences` has
+    lists with one entry per token: the token's id, its log-prob (0 if it was not
+    sampled), whether it was sampled (the loss mask), and the version that sampled it,
+    or -1. It also has the arguments of its chat template, as JSON.
     """
     line = attempt_line(entry, trajectory)
     task, timing = line.pop("task"), line.pop("timing")
@@ -188,7 +188,7 @@ def _schema(pyarrow: Any) -> Any:
     return pyarrow.schema([(name, kind) for kind, names in types.items() for name in names.split()])
 
 
-# The log of inspect_ai: a ZIP archive of JSON, as its version 2 of the format has it.
+# The log of inspect_ai: a ZIP archive of JSON files, in version 2 of the log's format.
 
 
 def _write_eval_log(
@@ -269,13 +269,13 @@ def _sample(entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder)
         for number, sequence in enumerate(trajectory.sequences)
         for message in _messages(sequence, decoder, f"{trajectory.id}.{number}")
     ]
-    last = next((one for one in reversed(messages) if one["role"] == "assistant"), None)
+    last = next((message for message in reversed(messages) if message["role"] == "assistant"), None)
     scores: dict[str, Any] = {}
     if trajectory.reward is not None:
         scores["reward"] = {"value": trajectory.reward, "metadata": line["rewards"]}
     if trajectory.success is not None:
         scores["success"] = {"value": trajectory.success}
-    prompt = next((one["content"] for one in messages if one["role"] == "user"), "")
+    prompt = next((message["content"] for message in messages if message["role"] == "user"), "")
     choice = {"message": last, "stop_reason": "stop"} if last is not None else None
     sample = {
         "id": f"{trajectory.id}",

@@ -1,6 +1,6 @@
 """The identity of a run and of its initial model: the file `run.json`.
 
-Invariants: the id in the file is that of the journal's first event, so a journal of
+Invariants: the id in the file is the id in the journal's first event, so a journal of
 another run is recognized; the digests of the model's files are compared whenever the
 run is resumed.
 """
@@ -31,10 +31,10 @@ FILE_BYTES = 64 << 20
 class Identity(Struct, frozen=True, kw_only=True):
     """A run's id, its model and its configuration.
 
-    `model` has size and xxh3-128 of each of the files; None until the model exists.
-    `config` is `config.toml` as the run wrote it last; None in runs of earlier
-    versions. `digest` is the xxh3-64 of all of this, in hex; "" in runs of earlier
-    versions.
+    `model` has the size in bytes and the xxh3-128 of each of the model's files; None
+    until the model exists. `config` is `config.toml` as the run wrote it last; None in
+    runs of earlier versions. `digest` is the xxh3-64 of all other fields, in hex; "" in
+    runs of earlier versions.
     """
 
     id: str

@@ -43,7 +43,9 @@ class RunJournal:
         """Open the journal. Raises CorruptJournalError, and DiskError."""
         self._writer = JournalWriter(path)
         self.initial_bytes = self._writer.size
-        """Size of its snapshot, or of the journal of an earlier life, in bytes."""
+        """Size in bytes of the journal's snapshot, or of the journal of an earlier
+        life.
+        """
 
     @property
     def torn(self) -> int:
@@ -63,8 +65,8 @@ class RunJournal:
         return self._writer.size
 
     def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Record one handled event. Once this returns, the record survives the death of
-        this process.
+        """Record one handled event. When this method returns, the record survives the
+        death of this process.
 
         Raises DiskError.
         """
@@ -112,7 +114,7 @@ class Replay:
         self, path: Path, config: RunConfig, *, rules: Mapping[str, Rule] | None = None
     ) -> None:
         """`config` is the configuration under which the events happened; `rules` are
-        the rules that it names. Raises CorruptJournalError.
+        the rules that `config` names. Raises CorruptJournalError.
         """
         self._path = path
         self._journal: JournalReader[JournalEntry] = JournalReader(path, JournalEntry)

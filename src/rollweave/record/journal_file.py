@@ -23,8 +23,8 @@ from rollweave.schema.packing import packed
 T = TypeVar("T")
 
 SCHEMA_VERSION = 7
-"""Version of the schema of events and of the core's state. It increases when one of
-them changes so that older journals no longer decode.
+"""Version of the schema of events and of the core's state. It increases with a change
+of either schema after which older journals no longer decode.
 """
 
 SNAPSHOT, RECORD = 1, 2
@@ -70,7 +70,7 @@ class JournalReader(Generic[T]):
     def __iter__(self) -> Iterator[tuple[float, T]]:
         """Yield every complete `(now, event)`, in order.
 
-        Raises CorruptJournalError at the first one that is damaged before the tail.
+        Raises CorruptJournalError at the first damaged record before the tail.
         """
         for raw in self._format.scan(self._path):
             if raw.kind != RECORD:
@@ -122,7 +122,7 @@ class JournalWriter:
         self._file.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Continue in a new file that starts with `snapshot` and replaces this one
+        """Continue in a new file that starts with `snapshot` and replaces this file
         atomically.
 
         Raises DiskError, and the journal then continues unchanged.

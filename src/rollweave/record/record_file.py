@@ -1,5 +1,5 @@
 """Files of checksummed records: a header with magic and version, then appended records,
-each with its own head.
+each of which begins with a head.
 
 Every byte is checked: the whole header is compared, a record's length and kind have a
 checksum that also covers its offset, and its payload has a digest. Invariants: a file
@@ -21,7 +21,7 @@ from rollweave.io.reading import opened
 from rollweave.schema.errors import CorruptJournalError
 
 HEADER = struct.Struct("<8sI")  # magic, version
-# payload bytes, kind, check of these two at this offset, xxh3-64 of the payload
+# payload bytes, kind, checksum of both and of the offset, xxh3-64 of the payload
 HEAD = struct.Struct("<IB3xIQ")
 
 
@@ -69,8 +69,8 @@ class RecordFormat:
         return HEAD.pack(len(payload), kind, check, xxhash.xxh3_64_intdigest(payload))
 
     def payload(self, piece: bytes, offset: int) -> bytes | None:
-        """Return the payload of the record that `piece` is, read at `offset`; None if
-        it is damaged.
+        """Return the payload of the record whose bytes `piece` was read at `offset`;
+        None if the record is damaged.
         """
         if len(piece) < HEAD.size:
             return None
@@ -80,8 +80,8 @@ class RecordFormat:
         return payload if whole and xxhash.xxh3_64_intdigest(payload) == digest else None
 
     def scan(self, path: Path, *, start: int = 0) -> Iterator[Record]:
-        """Yield the complete records of a file, in order, up to its torn tail; with
-        `start`, the end of an earlier record, only those that follow it.
+        """Yield the complete records of a file, in order, up to its torn tail. `start`
+        is the end of an earlier record: only the following records are then yielded.
 
         Raises CorruptJournalError, OSError.
         """
@@ -91,14 +91,14 @@ class RecordFormat:
                 head = file.read(HEADER.size)
                 torn = head != self.header and self.header.startswith(head.rstrip(b"\0"))
                 if torn and _is_blank(file, size):
-                    return  # it was cut off while it was created
+                    return  # the file was cut off while it was created
                 self._check_header(path, head)
             offset = max(start, HEADER.size)
             file.seek(offset)
             while offset + HEAD.size <= size:
                 piece = file.read(HEAD.size)
                 if len(piece) < HEAD.size:
-                    return  # it was cut off meanwhile
+                    return  # the file was cut off meanwhile
                 nbytes, kind, check, digest = HEAD.unpack(piece)
                 if check != self._check(nbytes, kind, offset) or kind not in self.kinds:
                     if not _is_blank(file, size):
@@ -129,8 +129,8 @@ class RecordFormat:
             )
 
     def complete_bytes(self, path: Path) -> int:
-        """Return the length of the header and all complete records; 0 without a file or
-        a complete header. Raises as `scan`.
+        """Return the length in bytes of the header and all complete records; 0 without
+        a file or a complete header. Raises the errors of `scan`.
         """
         end = self.header_bytes(path)
         for record in self.scan(path) if path.exists() else ():
@@ -138,7 +138,8 @@ class RecordFormat:
         return end
 
     def header_bytes(self, path: Path) -> int:
-        """Return the length of the header; 0 without a file or a complete header.
+        """Return the length in bytes of the header; 0 without a file or a complete
+        header.
 
         Raises OSError.
         """
@@ -148,8 +149,8 @@ class RecordFormat:
             return HEADER.size if file.read(HEADER.size) == self.header else 0
 
     def _check(self, nbytes: int, kind: int, offset: int) -> int:
-        """Compute the checksum of length and kind: it keeps a damaged length from
-        looking like a record that was cut off.
+        """Compute the checksum of length and kind, so that a damaged length does not
+        look like a record that was cut off.
         """
         return xxhash.xxh32_intdigest(struct.pack("<IBQ", nbytes, kind, offset), seed=self.version)
 
@@ -162,8 +163,8 @@ class RecordFormat:
 
 
 def _is_blank(file: IO[bytes], size: int) -> bool:
-    """Return whether no record follows in a file of this size: it ends, or was extended
-    but not yet written when the power failed.
+    """Return whether no record follows in a file of this size: the file ends, or was
+    extended but not yet written when the power failed.
     """
     if size - file.tell() > BLANK_BYTES:
         return False
@@ -172,7 +173,7 @@ def _is_blank(file: IO[bytes], size: int) -> bool:
 
 
 def _unwritten(payload: bytes) -> bool:
-    """Return whether the payload ends in zeros: its space was allocated, but a power
-    loss left it unwritten.
+    """Return whether the payload ends in zeros, because its space was allocated but not
+    written before a power loss.
     """
     return not payload or payload[-1] == 0

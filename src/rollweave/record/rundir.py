@@ -1,10 +1,10 @@
 """The directory of one run, and the right to write to it.
 
 Invariants: at most one controller holds a run directory, by advisory locks that end
-with its process. One lock is on the directory itself, which cannot be deleted or
-replaced without its content; the other is on the file `lock` in it, for file systems
-that lock only files. A fresh run never writes into a directory with content; the names
-of all files inside are defined only here.
+with the controller's process. One lock is on the directory itself, which cannot be
+deleted or replaced without its content; the other lock is on the file `lock` in the
+directory, for file systems that lock only files. A fresh run never writes into a
+directory with content; the names of all files inside are defined only here.
 """
 
 import contextlib
@@ -62,9 +62,9 @@ class RunDir:
         """Create or take over the run's directory; the files `replace` of a former run
         are deleted once the lock is held.
 
-        Raises `ConfigError` if it is in use, read-only, or not as `resume` expects, and
-        if it has a directory or a named pipe in a file's place (which `to_clear`
-        allows, except for the lock); `DiskError` if it cannot be written.
+        Raises `ConfigError` if the directory is in use, read-only, or not as `resume`
+        expects, or has a directory or a named pipe in a file's place (which `to_clear`
+        allows, except for the lock); `DiskError` if the directory cannot be written.
         """
         # The working directory may change later.
         run = cls((Path(config.run.dir) / config.run.name).absolute())
@@ -118,8 +118,8 @@ class RunDir:
 
     def must_fit(self) -> None:
         """Raise ConfigError if a directory, a named pipe, a socket, a device or a link
-        to nothing stands in the place of one of a run's files, or a file in that of a
-        directory.
+        to nothing stands in the place of one of a run's files, or a file in the place
+        of a directory.
         """
         for directory in (
             self.trajectories,
@@ -162,7 +162,8 @@ class RunDir:
 
     def _appended(self) -> Iterator[Path]:
         """Yield the existing files that grow with the run."""
-        # of a worker's environments, a folder below: there may be any others
+        # the logs of a worker's environments are one folder below; other files may be
+        # there too
         logs = (*self.logs.glob("*.log"), *self.logs.glob("*/*.log"))
         files = (self.lock, self.journal, self.metrics, self.trace, *logs)
         return (file for file in files if os.path.lexists(file))
@@ -179,7 +180,7 @@ class RunDir:
     def _take_lock(self) -> None:
         try:
             self._fds.append(_locked(self.path, os.O_RDONLY | os.O_DIRECTORY, optional=True))
-            # it is overwritten: a link could lead to any file
+            # the lock is overwritten, and a link could lead to any file
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             self._fds.append(_locked(self.lock, flags))
         except BlockingIOError:
@@ -228,8 +229,8 @@ def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
         except BaseException:
             os.close(fd)
             raise
-        # It was replaced between opening and locking, so the lock would be on a file
-        # without a name.
+        # The file was replaced between opening and locking, so the lock would be on a
+        # file without a name.
         os.close(fd)
     raise OSError(errno.ESTALE, "was replaced repeatedly while it was being locked", str(path))
 
@@ -244,14 +245,14 @@ def _is_same_file(path: Path, fd: int) -> bool:
 
 
 def _must_be(path: Path, *kinds: str) -> None:
-    """Raise ConfigError if something else has this name: to open a named pipe waits for
-    its other end.
+    """Raise ConfigError if a file of another kind has this name: opening a named pipe,
+    for example, waits for its other end.
     """
     try:
         kind = kind_at(path)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            return  # nothing can have it
+            return  # no file can have this name
         raise ConfigError(f"{named(error)}; a run's files must be accessible") from error
     if kind and kind not in kinds:
         raise ConfigError(f"{path} must be a {kinds[0]}, got a {kind}; move it away")

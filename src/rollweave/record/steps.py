@@ -1,5 +1,5 @@
-"""The changes of the core's counters in one training step: the part of a step's line in
-`metrics.jsonl` that both worlds have.
+"""The changes of the core's counters in one training step. Both worlds write them into
+the step's line in `metrics.jsonl`.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from rollweave.core.state import State
 
 
 class CounterSnapshot:
-    """The core's counters at one moment; the difference of two shows what a step
-    added.
+    """The core's counters at one moment. The difference of two snapshots shows what a
+    step added.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class CounterSnapshot:
         }
 
     def _workers_since(self, before: "CounterSnapshot") -> dict[str, float]:
-        """Return the workers that there are and should be, with what was added."""
+        """Return the present and the intended number of workers, and what was added to
+        the other figures of `worker_figures`.
+        """
         summed = {name: before.workers.get(name, 0.0) for name in ("starts", "seconds")}
         return {
             name: round(value - summed.get(name, 0.0), 4) for name, value in self.workers.items()
@@ -116,10 +118,9 @@ class CounterSnapshot:
 
 
 def worker_figures(state: State, at: float) -> dict[str, float]:
-    """Return the number of rollout workers with a process, the number that there should
-    be, the trajectories that wait to be started, the starts of workers that were
-    needed, and the seconds of all workers until `at`. Empty if their number does not
-    change.
+    """Return the number of rollout workers with a process, the intended number, the
+    trajectories that wait to be started, the starts of workers that were needed, and
+    the seconds of all workers until `at`. Empty if the number of workers is fixed.
     """
     part = cluster_of(state).scaling
     if not part.peaks:
@@ -134,8 +135,8 @@ def worker_figures(state: State, at: float) -> dict[str, float]:
 
 
 def _affinity(state: State) -> dict[str, Any]:
-    """Return, by task domain, its shares of the pools, if they are learned, and the
-    seconds of a token in each, with the standard deviation of their errors.
+    """Return for each task domain its shares of the pools, if they are learned, and the
+    seconds of a token in each pool, with the standard deviation of the errors.
     """
     affinity = pools_of(state)
     if affinity is None:
@@ -147,8 +148,8 @@ def _affinity(state: State) -> dict[str, Any]:
             },
             "seconds": {
                 pool: {
-                    kind: [float(f"{one.seconds:.4g}"), float(f"{one.error_s:.2g}")]
-                    for kind, one in (("prompt", costs.prompt), ("output", costs.output))
+                    kind: [float(f"{cost.seconds:.4g}"), float(f"{cost.error_s:.2g}")]
+                    for kind, cost in (("prompt", costs.prompt), ("output", costs.output))
                 }
                 for pool, costs in by_pool.items()
             },

@@ -5,10 +5,10 @@ It consists of append-only segment files of checksummed records
 (`record/record_file.py`). Invariants: a record is either complete or cut off as the
 torn tail of the newest segment; only `discard` removes anything else, and damage is an
 error with file, place and remedy; `get` returns what was appended, with its score.
-Memory holds an index of places, never tokens: `forget` shrinks the index, the files
-keep everything for `rollweave trace`. The file `floor` holds the number of the oldest
-segment that the index referred to when the newest segment began: opening the store
-reads only the segments from there on.
+Memory holds an index of places, never tokens: `forget` shrinks the index, while the
+files keep everything for `rollweave trace`. The file `floor` holds the number of the
+oldest segment that the index referred to when the newest segment began. Opening the
+store reads only this segment and the later ones.
 """
 
 import os
@@ -38,7 +38,7 @@ SEGMENT = RecordFormat(
     "trajectories are then rolled out again if they are still needed",
 )
 LOST = "bring it back; without it, `--resume` drops its trajectories as world_lost"
-"""Remedy for a segment that a run or a reader needs and that is gone."""
+"""Remedy for a missing segment that a run or a reader needs."""
 
 FLOOR_BYTES = 64
 """Maximum bytes of the file `floor`."""
@@ -50,8 +50,8 @@ hand, large enough that segments are few.
 
 
 STORED_TOKEN_BYTES = 16
-"""Bytes of one token in the store, about: id, log-prob, and its share of the
-segments.
+"""Approximate bytes of one token in the store: its id, its log-prob, and its share of
+the segments.
 """
 
 
@@ -72,11 +72,12 @@ class Ended(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Scored(TaggedStruct, frozen=True, kw_only=True):
-    """EVAL of an attempt is over: its reward, or why there is none.
+    """EVAL of an attempt is over, with its reward, or with the reason why there is
+    none.
 
-    `rewards` has the components of the reward that are known, unweighted, if there are
-    several; `unscored` is what the missing ones are computed from. If the members of
-    its group are still to be compared, there is a reward without these components.
+    `rewards` has the known components of the reward, unweighted, if there are several;
+    `unscored` is what the missing components are computed from. If the members of the
+    group are still to be compared, the reward lacks the components of the comparison.
     """
 
     at: float
@@ -94,8 +95,8 @@ class Scored(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Rescored(TaggedStruct, frozen=True, kw_only=True):
-    """Scores in place of those that attempts have: all of them, or none, if the writer
-    dies.
+    """New scores of attempts that have scores. If the writer dies, all of them are
+    replaced or none.
     """
 
     scores: tuple[Scored, ...]
@@ -135,8 +136,8 @@ class StoredAttempt:
 
 
 def unscored_attempts(entries: Iterable[StoredAttempt]) -> list[StoredAttempt]:
-    """Return the newest attempt with missing rewards of each trajectory of which no
-    attempt has a reward.
+    """Return the newest attempt with missing rewards of each trajectory that has no
+    attempt with a reward.
     """
     newest: dict[TrajectoryId, StoredAttempt] = {}
     scored: set[TrajectoryId] = set()
@@ -151,7 +152,7 @@ def unscored_attempts(entries: Iterable[StoredAttempt]) -> list[StoredAttempt]:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Count the bytes of records in a store, even if it cannot be opened."""
+    """Count the bytes of records in a store, even if the store cannot be opened."""
     return sum(
         max(0, segment_path(directory, number).stat().st_size - HEADER.size)
         for number in segments(directory)
@@ -171,10 +172,11 @@ def segments(directory: Path) -> list[int]:
 
 
 def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> int:
-    """Add the keys of a segment's complete records to `keys`; return the length of that
-    part (0 without a header).
+    """Add the keys of a segment's complete records to `keys`; return the length in
+    bytes of the header and these records (0 without a header).
 
-    Raises CorruptJournalError for damage; `keys` then has the records before it.
+    Raises CorruptJournalError for damage; `keys` then has the records before the
+    damage.
     """
     path = segment_path(directory, number)
     end = SEGMENT.header_bytes(path)
@@ -206,8 +208,8 @@ def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> i
 
 
 def _must_be_complete(path: Path, end: int) -> None:
-    """Raise CorruptJournalError for an older segment that ends in the middle of a
-    record: it was complete once.
+    """Raise CorruptJournalError for an older segment, which was complete once, if it
+    ends in the middle of a record.
     """
     if end < path.stat().st_size:
         raise SEGMENT.damaged(path, end, f"record at byte {end} was cut off")
@@ -234,8 +236,8 @@ def read_attempt(directory: Path, entry: StoredAttempt) -> Trajectory:
 
 
 def _floor(path: Path) -> int:
-    """Read the number in the file `floor`; 0, so that all segments are read, if it is
-    missing or damaged.
+    """Read the number in the file `floor`. If the file is missing or damaged, return 0,
+    so that all segments are read.
     """
     try:
         line = whole(path, FLOOR_BYTES)
@@ -275,8 +277,8 @@ class TrajectoryStore:
         """Open `directory`, which is created if absent. Cut off the torn tail of the
         newest segment, and count it in `torn`.
 
-        Raises `CorruptJournalError` if anything else is damaged, before it changes
-        anything; and `DiskError`.
+        Raises `DiskError`, and `CorruptJournalError` for any other damage, before
+        anything is changed.
         """
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -308,8 +310,8 @@ class TrajectoryStore:
         self._file = self._open(self._segment, end_of_newest)
 
     def append(self, record: Ended) -> None:
-        """Write an ended attempt, which replaces earlier attempts of the same
-        trajectory in the index. Raises `DiskError`.
+        """Write an ended attempt. It replaces earlier attempts of the same trajectory
+        in the index. Raises `DiskError`.
         """
         trajectory = record.trajectory
         payload = packed(record)
@@ -339,21 +341,21 @@ class TrajectoryStore:
         entry.score = record
 
     def rescore(self, scores: Sequence[Scored]) -> None:
-        """Write scores in place of those that attempts have, all in one record. The
+        """Write new scores of attempts that have scores, all in one record. The
         attempts need not be in the index. Raises `DiskError`.
         """
         self._write(packed(Rescored(scores=tuple(scores))))
         self._enter(scores)
 
     def score_of(self, trajectory_id: TrajectoryId) -> Scored | None:
-        """Return the score of the trajectory's newest attempt, if there is one."""
+        """Return the score of the trajectory's newest attempt, or None."""
         entry = self._index.get(trajectory_id)
         return entry.score if entry is not None else None
 
     def find(self, ids: Iterable[TrajectoryId]) -> list[StoredAttempt]:
         """Return the place of each trajectory's newest attempt.
 
-        Raises `StoreError` for one that is missing.
+        Raises `StoreError` for a missing trajectory.
         """
         attempts = []
         for trajectory_id in ids:
@@ -375,7 +377,9 @@ class TrajectoryStore:
         return self.read(self.find(ids))
 
     def scored_attempt(self, trajectory_id: TrajectoryId) -> int | None:
-        """Return the attempt of which the store holds tokens and a reward, or None."""
+        """Return the number of the attempt whose tokens and reward are in the store, or
+        None.
+        """
         entry = self._index.get(trajectory_id)
         if entry is None or entry.score is None or entry.score.reward is None:
             return None
@@ -387,8 +391,8 @@ class TrajectoryStore:
             self._index.pop(trajectory_id, None)
 
     def discard(self, kept: Collection[int]) -> None:
-        """Delete the segments below the oldest one in the index, except those in
-        `kept`.
+        """Delete the segments below the oldest segment in the index, except the
+        segments in `kept`.
 
         Raises `DiskError`.
         """
@@ -456,11 +460,11 @@ class TrajectoryStore:
 
 
 class TrajectoryReader:
-    """Reads the store of a run, even while it is being written: every attempt, in the
+    """Reads the store of a run, even while it is being written: all attempts, in the
     order in which they ended.
 
-    `damaged` names incomplete or damaged records, one line per segment: these records
-    and the following ones in the segment are not in `entries`.
+    `damaged` names incomplete or damaged records, one line per segment. Such a record
+    and all later records of its segment are not in `entries`.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -16,21 +16,22 @@ from rollweave.schema.errors import RollweaveError
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """`success_rate`, `mean_reward` and `eval_episodes` are those of the final
-    evaluation, or of the last periodic one if there is none. `success_rate` has only
-    the task domains whose environment defines success; `eval_tasks` counts the tasks of
-    the episodes, which may be repeated.
+    """`success_rate`, `mean_reward` and `eval_episodes` are the figures of the final
+    evaluation, or of the last periodic evaluation if there is no final one.
+    `success_rate` has only the task domains whose environment defines success;
+    `eval_tasks` counts the different tasks of the episodes.
 
-    `turns` counts the agent's turns, `cut_turns` by task domain those that ended at
-    `max_turn_tokens`, `tokens` sampled tokens; `wall_s` is the run's time over all its
-    lives; `error` is empty if the run did not fail. `attempts` counts launches:
-    trajectories of training and of evaluations, and later attempts at them (`again`);
-    each has one of `stop_reasons`; `continued` of them began with the recorded turns of
-    one that was lost with its controller. `interrupted` is true if the user ended the
-    run; `ended_by` names the setting that ended it before `run.steps`, if one did.
-    `engines` counts engines that joined the run and that were withdrawn. `weights` has
-    the seconds in which engines that served received new weights, and those for which
-    they stopped. `workers` has the starts of rollout workers that were needed, and the
+    `turns` counts the agent's turns, `cut_turns` the turns that ended at
+    `max_turn_tokens`, by task domain, and `tokens` the sampled tokens; `wall_s` is the
+    seconds of the run over all its lives; `error` is empty if the run did not fail.
+    `attempts` counts launches: trajectories of training and of evaluations, and later
+    attempts at them (`again`). Each attempt has one of `stop_reasons`. `continued`
+    attempts began with the recorded turns of an attempt that was lost with its
+    controller. `interrupted` is true if the user ended the run; `ended_by` names the
+    setting that ended the run before `run.steps`, if any. `engines` counts the engines
+    that joined the run and the engines that were withdrawn. `weights` has the seconds
+    in which serving engines received new weights, and the seconds for which they
+    stopped. `workers` has the starts of rollout workers that were needed, and the
     seconds of all workers, if their number changed.
     """
 
@@ -124,8 +125,8 @@ def _ended_by(core: Core) -> str:
 def headline_figures(
     success: Mapping[str, float], reward: Mapping[str, float]
 ) -> dict[str, tuple[str, float]]:
-    """Return the headline figure of each task domain and its kind: success if the
-    environment defines it, else reward.
+    """Return for each task domain the kind and the value of its headline figure:
+    success if the environment defines success, else the reward.
     """
     return {
         name: ("success", success[name]) if name in success else ("reward", value)
@@ -134,7 +135,7 @@ def headline_figures(
 
 
 def cut_turns_line(cut: Mapping[str, int], turns: int) -> str:
-    """Return one line for people on how many turns were cut; "" if none was."""
+    """Return a line for people about how many turns were cut; "" if no turn was."""
     total = sum(cut.values())
     if not total:
         return ""
@@ -148,8 +149,8 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def outcome_line(summary: Summary) -> str:
-    """Return the outcome of a run as one line for people: its episodes if it only
-    evaluated, else its account.
+    """Return the outcome of a run as one line for people: the episodes if the run only
+    evaluated, else the account.
     """
     if summary.account.started or not summary.eval_episodes:
         return account_line(summary.account)
@@ -158,8 +159,8 @@ def outcome_line(summary: Summary) -> str:
 
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
-    """Return what scheduling by trajectory did as one line for people; "" if no lengths
-    were predicted, and no turn, no prompt and no task domain moved.
+    """Return a line for people about what scheduling by trajectory did; "" if no
+    lengths were predicted, and no turn, no prompt and no task domain moved.
     """
     domains, split = counted.get("moved_domains", 0), counted.get("split_turns", 0)
     elsewhere = [f"{domains:,.0f} changes of a domain's pools"] if domains else []
@@ -196,8 +197,8 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
 
 
 def weights_line(counted: Mapping[str, float]) -> str:
-    """Return a line of the summary on how long engines stopped for new weights; "" if
-    no serving engine took any.
+    """Return a line of the summary about how long engines stopped for new weights; ""
+    if no serving engine took new weights.
     """
     updates = counted.get("updates", 0)
     if not updates:
@@ -214,8 +215,8 @@ def weights_line(counted: Mapping[str, float]) -> str:
 
 
 def workers_line(counted: Mapping[str, float], wall_s: float) -> str:
-    """Return a line of the summary on rollout workers whose number changed; "" if it
-    did not.
+    """Return a line of the summary about rollout workers; "" if their number did not
+    change.
     """
     if not counted:
         return ""

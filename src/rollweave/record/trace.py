@@ -2,9 +2,10 @@
 `rollweave report`.
 
 Invariants: the trace is written as events happen, one event per line, so that a killed
-run leaves a readable trace (viewers accept the missing end). It is bounded: beyond
-`limit` events, further ones are counted and not written; with `renew`, which keeps the
-newest events, a new trace begins and the former part stays beside it.
+run leaves a readable trace (viewers accept the missing end). The trace is bounded:
+after `limit` events, further events are counted and not written. With `renew`, which
+keeps the newest events, a new trace begins instead, and the former part stays next to
+it.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ LIMIT = 500_000
 """Maximum number of events in one trace: about 60 MB, which a viewer still opens."""
 
 SERVICE_LIMIT = 100_000
-"""Maximum number of events in one part of a service's trace: 12 MB, and as much for the
-previous part.
+"""Maximum number of events in one part of a service's trace: 12 MB, and another 12 MB
+for the previous part.
 """
 
 OPENING = b"[\n"
@@ -49,7 +50,7 @@ class Trace:
 
     def __init__(self, path: Path, *, limit: int = LIMIT, renew: bool = False) -> None:
         """Open `path`, and continue after the events of an earlier life. With `renew`,
-        a full trace becomes `*.old.json`, and another begins.
+        a full trace becomes `*.old.json`, and a new trace begins.
 
         Raises DiskError, as do all methods that write.
         """
@@ -71,7 +72,9 @@ class Trace:
     def span(
         self, row: int, lane: str, name: str, start: float, end: float, **arguments: Any
     ) -> None:
-        """Append one box from `start` to `end` on the line `lane` of `row`."""
+        """Append one box from `start` to `end`, in seconds, on the line `lane` of
+        `row`.
+        """
         self._make_room()
         event = {
             "name": name,
@@ -100,7 +103,7 @@ class Trace:
         )
 
     def release(self, row: int, lane: str) -> None:
-        """Free the line for reuse, so that a long run does not have thousands of
+        """Free the line for reuse: without reuse, a long run would have thousands of
         lines.
         """
         number = self._lanes.pop((row, lane), None)
@@ -114,7 +117,7 @@ class Trace:
         self._file.append(lines)
 
     def close(self) -> None:
-        """Write the end.
+        """Write the end of the trace, and close the file.
 
         The file is valid JSON from then on unless the disk fails; viewers accept the
         missing end.
@@ -125,7 +128,7 @@ class Trace:
         self._file.close()
 
     def _make_room(self) -> None:
-        """Make room for an event and the name of its line."""
+        """Make room for two events: an event and the name of its line."""
         if self._renew and self._written > self._limit - 2:
             self.close()
             with writing(self._path):
@@ -160,8 +163,8 @@ class Trace:
 
 
 def _complete_events(path: Path) -> tuple[int, int]:
-    """Return the number of events in an existing trace, and their bytes, without a torn
-    last line and the closing bracket.
+    """Return the number and the bytes of the events in an existing trace, without a
+    torn last line and the closing bracket.
     """
     events, end = 0, 0
     if path.exists():

@@ -1,5 +1,5 @@
-"""A stored trajectory as it is read: its spans with their text, and as one JSON object
-with each token, its log-prob and the weights that sampled it.
+"""A stored trajectory for readers: as spans with their text, and as one JSON object
+with all tokens, their log-probs and the weight versions that sampled them.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from rollweave.record.store import StoredAttempt
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
 
 
-class Span:
+class TokenSpan:
     """Adjacent segments of a sequence that belong together: the prompt, one
     observation, or one turn of the agent.
     """
@@ -36,7 +36,7 @@ class Span:
         return self.segments[-1].end
 
 
-def spans(sequence: TokenSequence) -> Iterator[Span]:
+def spans(sequence: TokenSequence) -> Iterator[TokenSpan]:
     """Yield the spans of a sequence in order.
 
     A weight update in the middle of a turn does not split its span.
@@ -50,13 +50,13 @@ def spans(sequence: TokenSequence) -> Iterator[Span]:
     for segment in sequence.segments:
         begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not current
         if current and (begins or current[0].kind is not segment.kind):
-            yield Span(current, number=number, reward=reward, cut=cut)
+            yield TokenSpan(current, number=number, reward=reward, cut=cut)
             current = []
         if segment.start in starts:
             number, reward, cut = starts[segment.start]
         current.append(segment)
     if current:
-        yield Span(current, number=number, reward=reward, cut=cut)
+        yield TokenSpan(current, number=number, reward=reward, cut=cut)
 
 
 def versions(trajectory: Trajectory) -> tuple[int, int] | None:
@@ -98,10 +98,10 @@ class TokenDecoder:
 
 
 def tokenizer_of(run: RunDir) -> Tokenizer | None:
-    """Return the tokenizer of the run's model, which the run built or which is in the
-    checkpoint; None if neither has one.
+    """Return the tokenizer of the run's model, from the run directory if the run built
+    it, else from the checkpoint; None if neither has a tokenizer.
 
-    Raises ConfigError for a damaged one.
+    Raises ConfigError for a damaged tokenizer.
     """
     directories = [run.model]
     if run.config.exists() and (path := run.configuration().model.path) is not None:
@@ -120,17 +120,19 @@ def template_arguments(run: RunDir) -> dict[str, Any]:
 
 def arguments_of(sequence: TokenSequence, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments that the chat template had in a sequence: the run's
-    `arguments`, and those of the sequence's own requests.
+    `arguments`, and the arguments in the sequence's own requests.
     """
     own = sequence.origin.arguments if sequence.origin is not None else ""
     return {**arguments, **(json.loads(own) if own else {})}
 
 
 def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]:
-    """Return what is known of an attempt except for its tokens, as a JSON object.
+    """Return everything that is known of an attempt, except its tokens, as a JSON
+    object.
 
     `ignored` are the fields of an agent program's requests that had no effect, and
-    `result` is what the handler returned beside the reward. Times are in seconds.
+    `result` is what the handler returned in addition to the reward. Times are in
+    seconds.
     """
     task, sampled = trajectory.task, versions(trajectory)
     return {
@@ -160,7 +162,7 @@ def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]
         "blame": trajectory.blame.value,
         "error": trajectory.error,
         "ignored": [
-            {**msgspec.structs.asdict(one), "text": str(one)} for one in trajectory.ignored
+            {**msgspec.structs.asdict(field), "text": str(field)} for field in trajectory.ignored
         ],
         "result": parsed(trajectory.result),
         "timing": {
@@ -173,9 +175,9 @@ def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]
 def transcript(
     entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder
 ) -> dict[str, Any]:
-    """Return `attempt_line` with `sequences`, the spans of each sequence with their
-    text, tokens and, of turns, log-probs and weight versions; and with `origins`, why
-    each of these sequences began, or null.
+    """Return `attempt_line` with two more keys. `sequences` has the spans of each
+    sequence with their text and tokens, and the log-probs and weight versions of turns.
+    `origins` says why each sequence began, or is null.
     """
     return {
         **attempt_line(entry, trajectory),
@@ -192,7 +194,7 @@ def _origin_object(sequence: TokenSequence) -> dict[str, Any] | None:
     return None if origin is None else {**msgspec.structs.asdict(origin), "text": str(origin)}
 
 
-def _span_object(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> dict[str, Any]:
+def _span_object(sequence: TokenSequence, span: TokenSpan, decoder: TokenDecoder) -> dict[str, Any]:
     tokens = sequence.tokens[span.start : span.end]
     written: dict[str, Any] = {
         "kind": span.kind.value,
@@ -224,12 +226,12 @@ def cut_turns(trajectory: Trajectory) -> int:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of JSON text, the text itself if it is something else, and None
-    for "".
+    """Return the value of a JSON text, the text itself if it is not JSON, and None for
+    "".
     """
     if not text:
         return None
     with contextlib.suppress(ValueError, RecursionError):
-        # NaN and infinity are no JSON, and could not be written again
+        # NaN and infinity are not JSON, and could not be written again
         return json.loads(text, parse_constant=str)
     return text

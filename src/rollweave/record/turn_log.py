@@ -1,22 +1,23 @@
 """The turn log: the tokens that engines have sampled for attempts that are not over, so
 that a resumed run need not sample them again (docs/decisions/0007).
 
-It consists of append-only segment files of checksummed records. A segment without a
-record of an attempt that may still need it is deleted. Neighboring segments with few
-such records are replaced by one that has only these, whenever a segment begins: so the
-size of the log is bounded by what is needed, and not by the age of the oldest attempt.
+It consists of append-only segment files of checksummed records. A record is needed as
+long as its attempt may be continued. A segment without needed records is deleted.
+Whenever a segment begins, neighboring segments with few needed records are replaced by
+one segment with these records alone, so the size of the log is bounded by what is
+needed, and not by the age of the oldest attempt.
 
-It is a cache: what is torn or damaged is left out, and its turns are sampled again; a
-log that cannot be written ends with one warning, and the run continues without it. Only
-replaced segments are synced to the disk, so after a power loss the log may lack its
-end, or have what the journal lacks. A record therefore names the life of the controller
-in which it was written, and the core knows the life in which it launched each attempt.
-A context is recorded as a digest, and a record belongs to one context, and to one way
-of sampling, only.
+The log is a cache: records that are torn or damaged are left out, and their turns are
+sampled again; a log that cannot be written ends with one warning, and the run continues
+without it. Only segments that replace others are synced to the disk, so after a power
+loss the log may lack its end, or have records of attempts that the journal lacks. A
+record therefore names the life of the controller in which it was written, and the core
+knows the life in which it launched each attempt. A record belongs to exactly one
+context, of which it has a digest, and to one way of sampling.
 
 Invariants: the records of an attempt are numbered from 0, and are in this order, over
-all segments. A record whose number has been read before is a copy, which a process that
-was killed has left; what follows a missing record is not used.
+all segments. A record whose number has been read before is a copy, which a killed
+process has left; records after a missing record are not used.
 """
 
 import contextlib
@@ -50,8 +51,8 @@ SEGMENT_BYTES = 16 << 20
 """Number of bytes beyond which a new segment begins."""
 
 SPARSE = 4
-"""A segment is sparse if the bytes that are needed in it, times this, do not exceed
-those of a full segment.
+"""A segment is sparse if its needed bytes, times this factor, do not exceed the bytes
+of a full segment.
 """
 
 PREFIX = struct.Struct("<8sI")  # life, number of the attempt's record
@@ -62,7 +63,9 @@ Attempt = tuple[TrajectoryId, int, str]
 
 
 class TurnTokens(TaggedStruct, frozen=True, kw_only=True):
-    """Tokens of an unfinished turn. Those from position 0 replace all earlier ones."""
+    """Tokens of an unfinished turn. Tokens from position 0 replace all earlier tokens
+    of the turn.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -96,9 +99,9 @@ _owner = msgspec.msgpack.Decoder(_Owner)
 
 
 def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
-    """Return the digest by which a turn's context is recognized, and how the turn is
-    sampled: a resumed run may have other settings. The seed and `max_tokens` do not
-    count, since they do not change the distribution of a token.
+    """Return the digest by which a turn's context and way of sampling are recognized: a
+    resumed run may have other settings. The seed and `max_tokens` do not count, since
+    they do not change the distribution of a token.
     """
     how = msgspec.structs.replace(sampling, seed=0, max_tokens=1)
     return xxhash.xxh3_128_digest(packed((tuple(tokens), how)))
@@ -106,11 +109,11 @@ def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
 
 @dataclasses.dataclass(slots=True)
 class _Segment:
-    """A segment, and the places of the records in it that are needed."""
+    """A segment, and the places of its needed records."""
 
     size: int = 0
     needed: int = 0
-    """Number of bytes of these records."""
+    """Number of bytes of the needed records."""
     places: dict[Attempt, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     """The offsets at which the records of each attempt begin and end, in order."""
 
@@ -124,7 +127,7 @@ class _Segment:
 
 class TurnLog:
     """Writes the log of one life of the controller, and has the records of attempts of
-    the former ones.
+    former lives.
 
     Only one process may use it at a time; calls must not overlap.
     """
@@ -136,22 +139,22 @@ class TurnLog:
         """
         self._directory, self._segment_bytes = directory, segment_bytes
         self.life = secrets.token_hex(LIFE_BYTES)
-        """The name of this life, chosen at random: no other one has it."""
+        """The name of this life, chosen at random: no other life has it."""
         self._life_bytes = bytes.fromhex(self.life)
         self.on_failure: Callable[[DiskError], None] = lambda error: None
         """Called once if the log cannot be written."""
         self._ended = False
         self.damaged: list[str] = []
-        """Descriptions of segments of which a part could not be read."""
+        """Descriptions of segments that could not be read completely."""
         self._lost: dict[TrajectoryId, list[Attempt]] = {}
-        """The attempts that may be continued: of former lives, and of lost workers."""
+        """The attempts of former lives and of lost workers that may be continued."""
         self._unread = _numbers(directory)
-        """The segments of former lives, before they are read."""
+        """The segments of former lives that are not read yet."""
         self._segments: dict[int, _Segment] = {}
         self._where: dict[Attempt, list[int]] = {}
         """The segments that have records of each attempt, in order."""
         self._number = self._unread[-1] if self._unread else -1
-        """The last segment."""
+        """The number of the last segment."""
         self._file: AppendFile | None = None
         self._counts: dict[Attempt, int] = {}
         """Number of records of each attempt."""
@@ -162,8 +165,8 @@ class TurnLog:
         return [attempt for attempts in self._lost.values() for attempt in attempts]
 
     def keep(self, attempts: Collection[Attempt]) -> None:
-        """Forget the attempts of former lives, except these. The first call reads their
-        log.
+        """Forget all attempts of former lives except `attempts`. The first call reads
+        the log of former lives.
         """
         wanted = set(attempts)
         unread, self._unread = self._unread, []
@@ -181,7 +184,8 @@ class TurnLog:
 
     def lose(self, trajectory_id: TrajectoryId, number: int) -> bool:
         """Mark an attempt of this life as lost with its worker, and keep its records
-        until `release`, since it may be continued. Return False if it has none.
+        until `release`, since the attempt may be continued. Return False if it has no
+        records.
         """
         attempt = (trajectory_id, number, self.life)
         if attempt not in self._where:
@@ -190,15 +194,15 @@ class TurnLog:
         return True
 
     def take(self, trajectory_id: TrajectoryId, number: int) -> list[TurnRecord]:
-        """Return the records of a lost attempt, which is continued. They stay on disk
-        until `release`.
+        """Return the records of a lost attempt, with which it is continued. The records
+        stay on disk until `release`.
         """
         attempts = self._lost.get(trajectory_id, [])
         lost = next((attempt for attempt in attempts if attempt[1] == number), None)
         if lost is None:
             return []
         records = list[TurnRecord]()
-        # what follows a record that cannot be read is not used
+        # records after a record that cannot be read are not used
         with contextlib.suppress(OSError, msgspec.DecodeError, ValueError):
             for segment in self._where.get(lost, ()):
                 for payload in self._payloads(segment, self._segments[segment].places[lost]):
@@ -208,9 +212,7 @@ class TurnLog:
         return records
 
     def release(self, trajectory_id: TrajectoryId) -> None:
-        """Forget the trajectory's lost attempts: nothing can continue them any
-        longer.
-        """
+        """Forget the trajectory's lost attempts, which can no longer be continued."""
         for attempt in self._lost.pop(trajectory_id, []):
             self._forget(attempt)
 
@@ -234,12 +236,12 @@ class TurnLog:
         self._add(self._number, attempt, offset, file.size)
 
     def forget(self, trajectory_id: TrajectoryId, number: int) -> None:
-        """This attempt of this life is over: its records are not needed."""
+        """Forget the records of an attempt of this life that is over."""
         self._forget((trajectory_id, number, self.life))
 
     def close(self) -> None:
-        """Close the log, and delete it if no attempt needs it. Nothing changes it
-        afterwards.
+        """Close the log, and delete it if no attempt needs it. Later calls change
+        nothing.
         """
         self._end_segment()
         if not self._where and not self._unread:
@@ -305,8 +307,9 @@ class TurnLog:
                 continue  # the former segments are as good; they only take more space
 
     def _sparse_groups(self) -> list[list[int]]:
-        """Return groups of neighboring sparse segments, each of which takes fewer files
-        or half of the space once it is one segment of what is needed.
+        """Return the groups of neighboring sparse segments that are worth replacing:
+        one segment with the needed records of the group saves files or half of the
+        space.
         """
         groups, needed = list[list[int]](), 0
         previous_is_sparse = False
@@ -326,11 +329,11 @@ class TurnLog:
         ]
 
     def _replace(self, group: list[int]) -> None:
-        """Replace the segments by one with what is needed of them, which gets the name
-        of the last one.
+        """Replace the segments by one segment with their needed records, which gets the
+        name of the last segment.
 
-        A process that is killed before it has deleted the others leaves copies, which
-        `_read` skips. Raises DiskError; nothing is then changed.
+        A process that is killed before it has deleted the other segments leaves copies,
+        which `_read` skips. Raises DiskError; nothing is then changed.
         """
         content, segment = bytearray(SEGMENT.header), _Segment()
         for number in group:
@@ -339,7 +342,7 @@ class TurnLog:
                 for attempt, places in self._segments[number].places.items()
                 for place in places
             )
-            with writing(self._path(number)):  # it may only fail to be read for now
+            with writing(self._path(number)):  # the failure to read may be temporary
                 payloads = list(self._payloads(number, [place for place, _ in ordered]))
             for payload, (_, attempt) in zip(payloads, ordered, strict=False):
                 offset = len(content)
@@ -348,7 +351,7 @@ class TurnLog:
         segment.size = len(content)
         replace_file(self._path(group[-1]), bytes(content))
         replaced = set(group)
-        for attempt in {one for number in group for one in self._segments[number].places}:
+        for attempt in {needed for number in group for needed in self._segments[number].places}:
             rest = [number for number in self._where[attempt] if number not in replaced]
             if attempt in segment.places:
                 rest = sorted([*rest, group[-1]])
@@ -361,7 +364,7 @@ class TurnLog:
             self._delete(number)
 
     def _payloads(self, number: int, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Yield the payloads at these places, up to the first that is damaged. Raises
+        """Yield the payloads at these places, up to the first damaged record. Raises
         OSError.
         """
         fd = os.open(self._path(number), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.record.report.data import Span
+from rollweave.record.report.data import TraceSpan
 from rollweave.record.report.svg import Frame, nice_ticks, number, smoothed, stacked
 from rollweave.record.report.timeline import MAX_BOXES, busy_bins, choose_window
 from rollweave.record.trace import ENVIRONMENTS, TRAINER
@@ -55,14 +55,15 @@ def test_smoothing_is_the_mean_of_the_last_values(values: list[float], window: i
 
 spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0.001, 5)), max_size=20).map(
     lambda drawn_spans: [
-        Span(ENVIRONMENTS, 1, "turn 0 e0", start, start + length) for start, length in drawn_spans
+        TraceSpan(ENVIRONMENTS, 1, "turn 0 e0", start, start + length)
+        for start, length in drawn_spans
     ]
 )
 
 
 @given(spans, st.integers(1, 30))
 @settings(max_examples=examples(60))
-def test_bins_hold_all_the_time_of_all_spans(drawn_spans: list[Span], bins: int) -> None:
+def test_bins_hold_all_the_time_of_all_spans(drawn_spans: list[TraceSpan], bins: int) -> None:
     end = max((span.end for span in drawn_spans), default=1.0)
     binned = busy_bins(drawn_spans, start=0.0, end=end, bins=bins)
     assert len(binned) == bins
@@ -76,9 +77,12 @@ def test_bins_hold_all_the_time_of_all_spans(drawn_spans: list[Span], bins: int)
 
 
 def test_close_up_is_in_the_middle_of_training_and_bounded() -> None:
-    training = [Span(TRAINER, 1, f"train {step}.0", float(step), step + 0.5) for step in range(100)]
+    training = [
+        TraceSpan(TRAINER, 1, f"train {step}.0", float(step), step + 0.5) for step in range(100)
+    ]
     dense = [
-        Span(ENVIRONMENTS, 1, "turn 0 e0", at / 1000, at / 1000 + 0.001) for at in range(100_000)
+        TraceSpan(ENVIRONMENTS, 1, "turn 0 e0", at / 1000, at / 1000 + 0.001)
+        for at in range(100_000)
     ]
     window = choose_window([*training, *dense])
     assert window is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.record.report.data import Span
+from rollweave.record.report.data import TraceSpan
 from rollweave.record.report.timeline import busy_bins
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER, Trace
 from rollweave.record.ui.lanes import MAX_BOXES, LaneIndex
@@ -25,7 +25,7 @@ def test_the_load_of_an_engine_is_the_mean_number_of_its_turns(tmp_path: Path) -
         end = start + rng.expovariate(0.3)
         engine = rng.choice(["e0", "e1"])
         trace.span(ENVIRONMENTS, f"t{number}", f"turn 0 {engine}", start, end)
-        spans.append(Span(ENVIRONMENTS, 1, f"turn 0 {engine}", start, end))
+        spans.append(TraceSpan(ENVIRONMENTS, 1, f"turn 0 {engine}", start, end))
     trace.close()
     index = LaneIndex(tmp_path / "trace.json")
     assert index.advance(10.0)

@@ -37,8 +37,8 @@ TRAINER_CAUSES = {
     "starting": "--gray",
 }
 COLUMNS = 80
-"""Maximum number of columns in a chart over steps: more would be thinner than a pixel
-on a small screen.
+"""Maximum number of columns in a chart over steps: more columns would be thinner than a
+pixel on a small screen.
 """
 
 SIGNALS = {
@@ -55,9 +55,9 @@ SIGNALS = {
 
 
 def learning_curve(data: RunData) -> str:
-    """Draw the success of the task domains that define it, then the reward of all.
-    Training is drawn as lines (thin: each step; thick: smoothed), held-out evaluations
-    as dots, of the reward only where success is not defined.
+    """Draw the success of the task domains that define success, then the reward of all
+    domains. Training is drawn as lines (thin: each step; thick: smoothed), and held-out
+    evaluations as dots. Dots of the reward are drawn only for domains without success.
     """
     colors = dict(_colored(data.tasks))
     legend = "".join(
@@ -84,8 +84,8 @@ def learning_curve(data: RunData) -> str:
 def _curves(
     data: RunData, kind: str, tasks: Sequence[str], *, dotted: Sequence[str], height: int
 ) -> str:
-    """Draw one figure of `tasks` over the steps, with evaluations of those in `dotted`;
-    "" without a value.
+    """Draw one figure of `tasks` over the steps, with the evaluations of the tasks in
+    `dotted`; "" without a value.
     """
     last = max(
         [line["step"] + 1 for line in data.steps] + [line["step"] for line in data.evaluations],
@@ -126,8 +126,8 @@ def _curves(
 
 
 def evaluation_chart(data: RunData) -> str:
-    """Draw success against wall time, which is what a user pays; "" without success or
-    with too few points.
+    """Draw success against wall time, for which a user pays; "" without success or with
+    too few points.
     """
     measured = any(line["success"] for line in data.evaluations)
     if len(data.evaluations) < 3 or not measured:
@@ -207,8 +207,8 @@ def signals(data: RunData) -> str:
 def _binned(
     steps: Sequence[Mapping[str, Any]], component: str
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Return the seconds by cause in at most `COLUMNS` bins of steps, and each bin's
-    first step.
+    """Return the first step of each of at most `COLUMNS` bins of steps, and the bin's
+    seconds by cause.
     """
     count = min(COLUMNS, len(steps))
     firsts, columns = [], []

@@ -1,4 +1,4 @@
-"""Reads the files of a run, also of one that is running or was killed.
+"""Reads the files of a run, even while it runs, and after it was killed.
 
 Invariants: only `metrics.jsonl` is required; if another file is missing or damaged, its
 part of the report is left out. Lines that are torn or foreign are ignored.
@@ -25,13 +25,15 @@ FILE_BYTES = 64 << 20
 
 
 DAMAGE = (ValueError, RecursionError, AttributeError, msgspec.MsgspecError)
-"""Exceptions of `add_line` and `summary_of` for what a run has not written."""
+"""Exceptions that `add_line` and `summary_of` raise for content that no run has
+written.
+"""
 
 Figures = dict[str, float | None]
 
 
 class _Figures(msgspec.Struct):
-    """The shape of a step or an evaluation, as far as readers depend on it."""
+    """The fields of a step or an evaluation on whose types readers depend."""
 
     step: int
     at: float
@@ -44,7 +46,7 @@ class _Figures(msgspec.Struct):
 
 
 class _Warning(msgspec.Struct):
-    """The shape of a warning."""
+    """The fields of a warning on whose types readers depend."""
 
     at: float
     component: str
@@ -52,7 +54,7 @@ class _Warning(msgspec.Struct):
 
 
 class _Summary(msgspec.Struct):
-    """The shape of a summary, as far as readers depend on it."""
+    """The fields of a summary on whose types readers depend."""
 
     wall_s: float
     idle: dict[str, dict[str, float]] = {}
@@ -60,11 +62,11 @@ class _Summary(msgspec.Struct):
 
 
 SHAPES = {"step": _Figures, "evaluation": _Figures, "warning": _Warning}
-"""Shapes of lines of metrics.jsonl by their kind."""
+"""The checked fields of the lines of metrics.jsonl, by the kind of line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """A box of the trace, in seconds of the run's clock."""
 
     row: int
@@ -102,13 +104,13 @@ class RunData:
     simulated: bool = False  # rewards are drawn, nothing is learned
     summary: dict[str, Any] | None = None
     config: str = ""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     lanes: dict[tuple[int, int], str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    """A line about each file of which something is left out."""
+    """A line about each file that is left out, whole or in part."""
 
     def leave_out(self, path: Path, message: str) -> None:
-        """Warn of a file of which something is left out."""
+        """Note that a file is left out, whole or in part."""
         self.left_out.append(f"{path}: {message}")
         self.warnings.append({"at": self.wall_s, "component": path.name, "message": message})
 
@@ -175,11 +177,11 @@ class RunData:
         return self._counted("workers")
 
     def _counted(self, *names: str) -> dict[str, float]:
-        """Return totals of the whole run, including lost steps: those of the summary,
-        or without one those up to the last step.
+        """Return totals of the whole run, including lost steps: the summary's totals,
+        or without a summary the sums up to the last step.
 
-        The lines add up to less than the summary if a controller was killed: they lack
-        what it did after its last step.
+        If a controller was killed, the lines add up to less than the summary, since
+        they lack what the controller did after its last step.
         """
         if self.summary is not None and names[0] in self.summary:
             return _under(self.summary, names)
@@ -215,7 +217,7 @@ def read_run(run: RunDir) -> RunData:
 
 @contextlib.contextmanager
 def _left_out(data: RunData, path: Path) -> Iterator[None]:
-    """Leave out a file that is missing, and name one that cannot be read."""
+    """Leave out a file that is missing, and name a file that cannot be read."""
     try:
         yield
     except FileNotFoundError:
@@ -240,8 +242,8 @@ def damaged_lines(count: int) -> str:
 
 
 def add_line(data: RunData, line: dict[str, Any]) -> None:
-    """Add a line of metrics.jsonl. Steps that follow a lost trainer replace those that
-    were lost with it. Raises one of `DAMAGE`.
+    """Add a line of metrics.jsonl. Steps that follow a lost trainer replace the steps
+    that were lost with the trainer. Raises one of `DAMAGE`.
     """
     kind = line.get("kind")
     if (shape := SHAPES.get(kind or "")) is not None:
@@ -294,5 +296,5 @@ def _read_event(event: dict[str, Any], data: RunData) -> None:
     elif event.get("ph") == "X" and event["pid"] in (ENGINES, ENVIRONMENTS, TRAINER):
         start = event["ts"] / 1e6
         data.spans.append(
-            Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6)
+            TraceSpan(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6)
         )

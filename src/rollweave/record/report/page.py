@@ -1,5 +1,5 @@
-"""The report's page: sections of text, tables and charts in one HTML file that loads
-nothing from the network.
+"""The report's page: one HTML file of texts, tables and charts, which loads nothing
+from the network.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ TABLE_ROWS = 200
 
 def write_report(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Path:
     """Write `report.html` into the run directory, whole or not at all. `warn` receives
-    a line about each file of which something is left out.
+    a line about each file that is left out, whole or in part.
 
     Raises ConfigError without a run, and DiskError.
     """
@@ -74,8 +74,8 @@ def render(data: RunData) -> str:
 
 
 def _drawn(title: str, make: Callable[[RunData], str], data: RunData) -> str:
-    """Return a part of the page, or a line about the damage that does not let it be
-    drawn.
+    """Return a part of the page, or a line about the damage that keeps the part from
+    being drawn.
     """
     try:
         return make(data)

@@ -188,7 +188,9 @@ def bars(
 def stacked(
     rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], *, width: int = WIDTH
 ) -> str:
-    """Draw one horizontal bar per row; each fills the width, divided by share."""
+    """Draw one horizontal bar per row. Every bar fills the width and is divided by
+    share.
+    """
     height, left = 34, 84
     parts = []
     for index, (name, values) in enumerate(rows.items()):
@@ -229,8 +231,8 @@ def stacked_over(
     label: str,
     title: str,
 ) -> str:
-    """Draw shares over the run: one column per step (or bin of steps), divided by
-    share.
+    """Draw shares over the run: one column per step (or bin of steps), which is divided
+    by share.
     """
     width = WIDTH // 2 - 10
     frame = Frame(x=(0, max(1, len(columns))), y=(0, 1), width=width, height=180)

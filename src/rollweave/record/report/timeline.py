@@ -1,21 +1,20 @@
 """The Gantt chart of a run: the load over the whole run, and a close-up of a few
-seconds of it.
+seconds.
 
 The overview bins time, so that its sums are exact for a run of any length; the close-up
-shows individual boxes in a window around the middle of training that holds at most
-`MAX_BOXES` of them.
+shows individual boxes, at most `MAX_BOXES`, in a window around the middle of training.
 """
 
 from collections.abc import Iterable, Sequence
 
-from rollweave.record.report.data import RunData, Span
+from rollweave.record.report.data import RunData, TraceSpan
 from rollweave.record.report.svg import WIDTH, escape, nice_ticks, number
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
 
 BINS = 240
 MAX_BOXES = 2400
 MAX_LANES = 36
-"""Maximum number of environment slots in the close-up; further ones are counted and
+"""Maximum number of environment slots in the close-up; further slots are counted and
 left out.
 """
 
@@ -43,7 +42,9 @@ NAMES = {
 }
 
 
-def busy_bins(spans: Iterable[Span], *, start: float, end: float, bins: int = BINS) -> list[float]:
+def busy_bins(
+    spans: Iterable[TraceSpan], *, start: float, end: float, bins: int = BINS
+) -> list[float]:
     """Return the mean number of open spans in each of `bins` equal parts of `[start,
     end)`.
     """
@@ -135,9 +136,9 @@ def close_up(data: RunData) -> tuple[str, str]:
     return _svg(bottom + 36, parts, "boxes of a short window of the run"), sentence
 
 
-def choose_window(spans: Sequence[Span]) -> tuple[float, float] | None:
-    """Return the longest window around the middle of training that holds at most
-    `MAX_BOXES` spans, of eight steps at most.
+def choose_window(spans: Sequence[TraceSpan]) -> tuple[float, float] | None:
+    """Return the longest window around the middle of training that has at most eight
+    steps and `MAX_BOXES` spans.
     """
     training = sorted(
         (span for span in spans if span.row == TRAINER and span.kind == "train"),
@@ -163,7 +164,7 @@ def choose_window(spans: Sequence[Span]) -> tuple[float, float] | None:
     return max(0.0, start - pad), end + pad
 
 
-def _box(span: Span, index: int, start: float, end: float) -> str:
+def _box(span: TraceSpan, index: int, start: float, end: float) -> str:
     left, right = (
         LEFT + (max(start, min(end, at)) - start) / (end - start) * (WIDTH - LEFT)
         for at in (span.start, span.end)

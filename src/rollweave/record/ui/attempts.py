@@ -1,7 +1,7 @@
 """The index of a run's stored attempts, which grows as the run writes.
 
 Invariants: every record is read once; tokens are skipped, and read only for one attempt
-at a time; a damaged segment is one line, and all others stay readable.
+at a time; a damaged segment is reported in one line, and all others stay readable.
 """
 
 import stat
@@ -72,9 +72,9 @@ _decode = msgspec.msgpack.Decoder(_Ended | Scored | Rescored).decode
 
 
 @dataclass(slots=True)
-class Row:
-    """An attempt without its tokens. `versions` are the lowest and the highest that
-    sampled tokens, -1 without any.
+class AttemptRow:
+    """An attempt without its tokens. `versions` are the lowest and the highest weight
+    version that sampled tokens, or -1 if no token was sampled.
     """
 
     stored: StoredAttempt
@@ -108,7 +108,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """Conditions on attempts; "" and None admit all."""
+    """Conditions on attempts; "" and None admit all attempts."""
 
     domain: str = ""
     stop: str = ""
@@ -118,7 +118,7 @@ class Query:
     most: float | None = None
     version: int | None = None
 
-    def admits(self, row: Row) -> bool:
+    def admits(self, row: AttemptRow) -> bool:
         """Return whether the attempt meets all conditions."""
         score = row.stored.score
         reward = score.reward if score is not None else None
@@ -134,7 +134,7 @@ class Query:
         )
 
 
-ORDERS: dict[str, Callable[[Row], float]] = {
+ORDERS: dict[str, Callable[[AttemptRow], float]] = {
     "newest": lambda row: -row.stored.at,
     "oldest": lambda row: row.stored.at,
     "longest": lambda row: -row.tokens,
@@ -145,7 +145,7 @@ ORDERS: dict[str, Callable[[Row], float]] = {
 """Orders in which attempts are listed."""
 
 
-def _reward(row: Row, default: float) -> float:
+def _reward(row: AttemptRow, default: float) -> float:
     score = row.stored.score
     return score.reward if score is not None and score.reward is not None else default
 
@@ -158,8 +158,8 @@ class AttemptIndex:
         self._clear()
 
     def _clear(self) -> None:
-        self.rows: list[Row] = []
-        self._of: dict[tuple[str, int], Row] = {}
+        self.rows: list[AttemptRow] = []
+        self._of: dict[tuple[str, int], AttemptRow] = {}
         self._ends: dict[int, int] = {}
         self._inodes: dict[int, int] = {}
         self.damaged: dict[int, str] = {}
@@ -181,7 +181,7 @@ class AttemptIndex:
                 self._read(number)
             except CorruptJournalError as error:
                 self.damaged[number] = error.problem
-            except FileNotFoundError:  # deleted while it was read: the next call begins anew
+            except FileNotFoundError:  # deleted while it was read; the next call begins anew
                 return False
             except OSError as error:
                 self.damaged[number] = named(error)
@@ -250,7 +250,7 @@ class AttemptIndex:
         )
         parts = [part for sequence in trajectory.sequences for part in sequence.segments]
         sampled = [part.version for part in parts if part.version >= 0]
-        row = Row(
+        row = AttemptRow(
             stored=stored,
             domain=trajectory.task.tag or trajectory.task.env,
             task=trajectory.task.id,
@@ -271,8 +271,8 @@ class AttemptIndex:
             row.stored.score = score
 
     def page(self, query: Query, *, order: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return the attempts that `query` admits, from `offset` on in `order`, with
-        the number of all of them.
+        """Return the attempts that `query` admits, in `order` and from `offset` on,
+        with the total number of such attempts.
         """
         matching = [row for row in self.rows if query.admits(row)]
         matching.sort(key=ORDERS[order])
@@ -286,22 +286,26 @@ class AttemptIndex:
         """Return the task domains of all attempts."""
         return sorted({row.domain for row in self.rows})
 
-    def find(self, name: str, attempt: int | None) -> Row | None:
+    def find(self, name: str, attempt: int | None) -> AttemptRow | None:
         """Return an attempt of the trajectory `name`, by default the last."""
         if attempt is not None:
             return self._of.get((name, attempt))
         return next((row for row in reversed(self.rows) if row.stored.trajectory_id == name), None)
 
-    def of_task(self, row: Row) -> list[Row]:
+    def of_task(self, row: AttemptRow) -> list[AttemptRow]:
         """Return the attempts at the task of `row`, by the weights that began them."""
-        same = [one for one in self.rows if (one.domain, one.task) == (row.domain, row.task)]
-        return sorted(same, key=lambda one: (one.initiated, one.stored.at))
+        same = [
+            other for other in self.rows if (other.domain, other.task) == (row.domain, row.task)
+        ]
+        return sorted(same, key=lambda other: (other.initiated, other.stored.at))
 
-    def beside(self, row: Row) -> list[Row]:
+    def beside(self, row: AttemptRow) -> list[AttemptRow]:
         """Return the attempts of the same group as `row`."""
         group = row.stored.trajectory_id.rpartition(".")[0]
-        return [one for one in self.rows if one.stored.trajectory_id.rpartition(".")[0] == group]
+        return [
+            other for other in self.rows if other.stored.trajectory_id.rpartition(".")[0] == group
+        ]
 
-    def load(self, row: Row) -> Trajectory:
+    def load(self, row: AttemptRow) -> Trajectory:
         """Read an attempt with its tokens. Raises CorruptJournalError."""
         return read_attempt(self._directory, row.stored)

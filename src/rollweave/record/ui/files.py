@@ -1,4 +1,4 @@
-"""Read files that a run appends to or replaces, while it does."""
+"""Read files while a run appends to them or replaces them."""
 
 import os
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 from rollweave.io.reading import named, opened
 
 READ_BYTES = 8 << 20
-"""Maximum number of bytes read at once."""
+"""Maximum number of bytes in one read."""
 
 
 class AppendedFile:
-    """A file of lines that grows. What is read is not read again, unless the file was
-    replaced or became shorter.
+    """A file of lines that grows. Lines that were read are not read again, unless the
+    file was replaced or became shorter.
 
-    A last line `ending` is not read: it gives way to what is appended later.
+    A last line equal to `ending` is not read: later lines overwrite it.
     """
 
     def __init__(self, path: Path, *, ending: bytes = b"") -> None:
@@ -22,19 +22,19 @@ class AppendedFile:
         self._offset = 0
         self._size = 0
         self.problem = ""
-        """Why the file cannot be read, though there is one."""
+        """Why the existing file cannot be read; "" otherwise."""
 
     @property
     def unread(self) -> bool:
-        """True if the last call left complete lines unread, as far as known."""
+        """True if the last call is known to have left complete lines unread."""
         return self._size - self._offset >= READ_BYTES
 
     def lines(self) -> tuple[list[bytes], bool]:
-        """Return the complete lines since the last call, at most `READ_BYTES` of them,
-        and whether another file has taken the place of the one that was read.
+        """Return the complete lines since the last call, at most `READ_BYTES` bytes,
+        and whether another file has replaced the file that was read before.
 
-        A missing file has no lines. Of a line that is longer than `READ_BYTES`, only
-        the end is returned.
+        A missing file has no lines. Only the end of a line longer than `READ_BYTES` is
+        returned.
         """
         try:
             with opened(self._path) as file:
@@ -67,8 +67,8 @@ class ReplacedFile:
         self._stamp: tuple[int, int, int] | None = None
 
     def content(self) -> tuple[bytes | None, bool]:
-        """Return the content, None without a file, and whether it may have changed
-        since the last call. Content that did not change is b"".
+        """Return the content (None without a file), and whether it may have changed
+        since the last call. Unchanged content is returned as b"".
 
         Raises OSError for a file that cannot be read.
         """

@@ -2,7 +2,7 @@
 and how many turns and environment steps were under way at each time.
 
 Invariants: each line of the trace is read once; a line that is torn or foreign is left
-out; what is sent does not grow with the run.
+out; the size of an answer does not grow with the run.
 """
 
 import time
@@ -26,16 +26,18 @@ from rollweave.record.trace import (
 from rollweave.record.ui.files import AppendedFile
 
 BATCH = 20_000
-"""Number of lines between two looks at the clock."""
+"""Number of lines that are read between two readings of the clock."""
 
 MAX_BOXES = 1200
 """Maximum number of boxes of a lane in one answer; shorter gaps are closed."""
 
 LOADS = {"init": "environment starts", "step": "environment steps", "eval": "rewards"}
-"""Kinds of an attempt's spans that are counted, not drawn, with their lane's name."""
+"""Kinds of an attempt's spans that are counted instead of drawn → the name of their
+lane.
+"""
 
 BOXED = {TRAINER: "trainer", ENGINES: "engine", RELAYS: "relay", WORKERS: "worker"}
-"""Rows of the trace whose boxes are drawn, with the kind of their lanes."""
+"""Rows of the trace whose boxes are drawn → the kind of their lanes."""
 
 
 class _Arguments(msgspec.Struct):
@@ -77,7 +79,7 @@ class LaneIndex:
 
     @property
     def problem(self) -> str:
-        """Why the trace cannot be read, though there is one."""
+        """Why the existing trace cannot be read; "" otherwise."""
         return self._file.problem
 
     def _clear(self) -> None:
@@ -136,9 +138,9 @@ class LaneIndex:
             self.loads.setdefault(("attempts", kind), _Lane()).add(start, end)
 
     def window(self, start: float, end: float, bins: int) -> list[dict[str, Any]]:
-        """Return the lanes between two times: of each its kind, its name, and its boxes
-        `[start, end, name]` or the mean number of its open spans in each of `bins`
-        parts.
+        """Return the lanes between two times in seconds. Each lane has its kind, its
+        name, and either its boxes `[start, end, name]` or the mean number of its open
+        spans in each of `bins` parts.
         """
         if not end > start:
             return []
@@ -160,8 +162,8 @@ class LaneIndex:
 
 
 def _load(lane: _Lane, start: float, end: float, bins: int) -> Any:
-    """Return the mean number of open spans in each of `bins` parts of the window, from
-    the spans' seconds up to each edge.
+    """Return the mean number of open spans in each of `bins` parts of the window,
+    computed from the spans' seconds up to each edge.
     """
     edges = np.linspace(start, end, bins + 1)
     begun = _seconds_since(np.sort(np.frombuffer(lane.starts)), edges)
@@ -170,8 +172,8 @@ def _load(lane: _Lane, start: float, end: float, bins: int) -> Any:
 
 
 def _seconds_since(times: Any, edges: Any) -> Any:
-    """Return the seconds from each of the sorted `times` to each edge, summed over the
-    times before it.
+    """Return for each edge the sum of the seconds since the `times` before it. `times`
+    are sorted.
     """
     sums = np.concatenate([[0.0], np.cumsum(times)])
     before = np.searchsorted(times, edges)
@@ -179,8 +181,8 @@ def _seconds_since(times: Any, edges: Any) -> Any:
 
 
 def _boxes(lane: _Lane, start: float, end: float) -> list[list[Any]]:
-    """Return the boxes in the window. If there are too many, those of one kind between
-    which little time passes become one.
+    """Return the boxes in the window. If there are too many, boxes of one kind with
+    little time between them are merged.
     """
     starts, ends = np.frombuffer(lane.starts), np.frombuffer(lane.ends)
     places = np.flatnonzero((starts < end) & (ends > start))

@@ -1,4 +1,4 @@
-"""The runs of a directory as Prometheus' metrics, for one scrape of them all."""
+"""The metrics of all runs of a directory in Prometheus' format, for one scrape."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,8 +7,8 @@ from rollweave.io.http.exposition import Kind, Sample, exposition
 
 
 def metrics(runs: Iterable[dict[str, Any]]) -> str:
-    """Return the figures of all runs in Prometheus' text format, each sample with the
-    label `run`. A run that cannot be read has its state alone.
+    """Return the figures of all runs in Prometheus' text format. Each sample has the
+    label `run`. Of a run that cannot be read, only the state is returned.
     """
     samples: list[Sample] = []
 

@@ -1,8 +1,8 @@
 """The runs in a directory, as the page shows them.
 
 Invariants: nothing is written, locked or sent to a run; a file that is missing, torn or
-damaged is at most one line in `problems`, and everything else is shown; what is read
-once is not read again.
+damaged causes at most one line in `problems`, and everything else is shown; content
+that was read is not read again.
 """
 
 import contextlib
@@ -35,26 +35,28 @@ from rollweave.record.transcript import (
     tokenizer_of,
     transcript,
 )
-from rollweave.record.ui.attempts import PAGE, AttemptIndex, Query, Row
+from rollweave.record.ui.attempts import PAGE, AttemptIndex, Query, AttemptRow
 from rollweave.record.ui.files import AppendedFile, ReplacedFile
 from rollweave.record.ui.lanes import LaneIndex
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.status import RunStatus
 
 MAX_ENTRIES = 10_000
-"""Maximum number of entries of a directory that are looked at."""
+"""Maximum number of a directory's entries that are examined."""
 
 HELD_S = 5.0
-"""Maximum seconds for which a thread waits for another one that reads the same run."""
+"""Maximum seconds for which a thread waits for another thread that reads the same run.
+"""
 
 BUDGET_S = 0.4
-"""Maximum seconds that an answer waits for what is not read yet."""
+"""Maximum seconds for which a request reads files before it answers with what was read.
+"""
 
 SILENT_S = 15.0
 """Seconds without a new state after which a living controller counts as silent."""
 
 POINTS = 240
-"""Maximum number of points of a curve; of more, neighbors are averaged."""
+"""Maximum number of points of a curve; neighbors are averaged if there are more."""
 
 LOG_LINES = 60
 """Number of the newest warnings and long waits that are shown."""
@@ -109,7 +111,7 @@ class RunView:
         self._clear(summary=None)
 
     def _clear(self, summary: dict[str, Any] | None) -> None:
-        """Forget what was read of metrics.jsonl, and keep the summary."""
+        """Forget everything that was read from metrics.jsonl, and keep the summary."""
         self.data = RunData(name=self.name, summary=summary)
         self.waiting: list[dict[str, Any]] = []
         self._strange_lines = 0
@@ -197,7 +199,7 @@ class RunView:
             }
 
     def overview(self) -> dict[str, Any]:
-        """Return everything of the run but its attempts and lanes."""
+        """Return everything about the run except its attempts and lanes."""
         with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S)
             data = self.data
@@ -230,7 +232,9 @@ class RunView:
             }
 
     def lanes(self, start: float | None, end: float | None, bins: int) -> dict[str, Any]:
-        """Return the lanes of the trace between two times; by default all of it."""
+        """Return the lanes of the trace between two times in seconds, by default of the
+        whole trace.
+        """
         with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S, lanes=True)
             last = self._lanes.end_s
@@ -238,7 +242,7 @@ class RunView:
             hosts: dict[str, str] = {}
             if self.status is not None:
                 names = self.status.hosts
-                hosts = {one.id: names.get(one.host, "") for one in self.status.engines}
+                hosts = {engine.id: names.get(engine.host, "") for engine in self.status.engines}
             return {
                 "complete": complete,
                 "start": start,
@@ -264,10 +268,10 @@ class RunView:
             }
 
     def attempt(self, name: str, attempt: int | None) -> dict[str, Any]:
-        """Return an attempt with its tokens, the attempts of its group, and those at
-        the same task.
+        """Return an attempt with its tokens, the attempts of its group, and the
+        attempts at the same task.
 
-        Raises UnknownRunError if it is not there or cannot be read.
+        Raises UnknownRunError if the attempt does not exist or cannot be read.
         """
         with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S, attempts=True)
@@ -364,21 +368,21 @@ class RunView:
         return "unknown", "no status file: an older version wrote this run, or it was copied"
 
     def _remaining(self, steps: int, at: float) -> float | None:
-        """Return the seconds until the last step at the present pace; None if there is
-        none.
+        """Return the seconds until the last step at the present pace; None without a
+        pace.
         """
         recent = self.data.steps[-RECENT_STEPS:]
         if len(recent) < 2 or not steps:
             return None
         per_step = (recent[-1]["at"] - recent[0]["at"]) / (len(recent) - 1)
         if at - recent[-1]["at"] > max(60.0, 5 * per_step):
-            return None  # it is stuck
+            return None  # the run is stuck
         left: float = (steps - 1 - recent[-1]["step"]) * per_step
         return max(0.0, left)
 
     def _measures(self) -> dict[str, Any]:
-        """Return the headline figure of each task domain, of the newest evaluation or
-        the last steps.
+        """Return the headline figure of each task domain, from the newest evaluation or
+        else from the last steps.
         """
         data = self.data
         if data.evaluations:
@@ -396,7 +400,8 @@ class RunView:
 
     def _curves(self, measure: str) -> list[dict[str, Any]]:
         """Return the training curve of each task domain as points `[step, at, value,
-        low, high]`, the latter of those that were averaged.
+        low, high]`. `low` and `high` are the bounds of the values that a point
+        averages.
         """
         points: dict[str, list[tuple[int, float, float]]] = {}
         for line in self.data.steps:
@@ -479,8 +484,8 @@ class Runs:
         return self._each(RunView.figures)
 
     def _each(self, read: Callable[[RunView], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what is read of each run; of one that cannot be read, its name and why
-        not.
+        """Return what `read` returns for each run; for a run that cannot be read, its
+        name and the reason.
         """
         rows = []
         for view in self._found():
@@ -521,7 +526,7 @@ def is_run(path: Path) -> bool:
 
 
 def is_long(seconds: float, usual_s: float) -> bool:
-    """Return whether a wait is longer than those of a healthy run."""
+    """Return whether a wait is longer than the waits of a healthy run."""
     return seconds > max(10.0, 2.0 * usual_s)
 
 
@@ -539,7 +544,7 @@ def held(lock: threading.Lock, path: Path) -> Iterator[None]:
 
 
 def _run_directories(directory: Path) -> list[Path]:
-    """Return the runs in a directory, by name: of its first `MAX_ENTRIES` entries."""
+    """Return the runs among the first `MAX_ENTRIES` entries of a directory, by name."""
     if is_run(directory):
         return [directory]
     try:
@@ -566,7 +571,7 @@ def _changed(run: RunDir) -> float:
     return round(max(times, default=0.0), 3)
 
 
-def _rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def _rows(rows: Iterable[AttemptRow]) -> list[dict[str, Any]]:
     return [row.as_object() for row in rows][:PAGE]
 
 

@@ -2,8 +2,9 @@
 
 Invariants: nothing is answered without the token, except one line with status 403; the
 guard refuses pages of other sites (`io/http/guard`); files are read on threads, one at
-a time of each run, so that a slow disk delays only its own answers; a file system that
-hangs delays no answer beyond `READ_S`, and not the end of the server.
+a time for each run, so that a slow disk delays only answers about its own runs; a file
+system that hangs delays no answer beyond `READ_S`, and does not delay the end of the
+server.
 """
 
 import asyncio
@@ -93,7 +94,7 @@ def _admit(token: str) -> Any:
         given = request.query.get("token")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         candidates = (given, request.cookies.get(cookie), bearer)
-        known = [one for one in candidates if one and _equal(one, token)]
+        known = [candidate for candidate in candidates if candidate and _equal(candidate, token)]
         if not known or (given is not None and not _equal(given, token)):
             return web.Response(status=403, text=WRONG_TOKEN + "\n")
         if given is None or request.path != "/":
@@ -139,7 +140,7 @@ class _Readers:
 
     async def read(self, function: Callable[[], T]) -> T:
         """Return what `function` returns, or raise its exception. Raises
-        HTTPServiceUnavailable if that takes too long.
+        HTTPServiceUnavailable if the call takes too long.
         """
         if self._count >= MAX_READERS:
             raise _unavailable(f"{MAX_READERS} other requests wait for files")
