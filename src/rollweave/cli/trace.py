@@ -15,8 +15,8 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
 from rollweave.record.store import StoredAttempt, TrajectoryReader
 from rollweave.record.transcript import (
-    TokenSpan,
     TokenDecoder,
+    TokenSpan,
     attempt_line,
     cut_turns,
     spans,

@@ -21,16 +21,16 @@ ORPHANED = 75
 
 COMMAND = (sys.executable, "-c", "from rollweave.io.boot import boot; boot()")
 """Command of a child; `-m <module> <fds> <our pid>` and the module's other arguments
-follow. The descriptors are that of the socket, and that of a pipe with the keys of its
-seal if it has one.
+follow. The descriptors are the socket and, if the connection has a seal, a pipe with
+its keys.
 """
 
 
 def boot() -> None:
     """Run the module as `python -m <module> …` does, bound to the parent.
 
-    Garbage is collected once its imports are done (`io/parent.py`): to traverse their
-    objects again and again would take a sixth of its start.
+    Garbage is collected only after the module's imports (`io/parent.py`): traversing
+    their objects again and again would take a sixth of its start.
     """
     gc.disable()
     reset_signals()
@@ -50,12 +50,12 @@ def serve_parent(parent_pid: int) -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the parent's thread that started it ends;
-    end at once if the parent has ended already.
+    """Have the kernel kill this process when the parent's thread that started it ends.
+    End immediately if the parent has ended already.
 
     A parent starts its children on the thread of its event loop, which lives as long as
-    it needs them. On systems other than Linux, the end of the socket has the same
-    effect later.
+    the parent needs them. On systems other than Linux, the end of the socket has the
+    same effect later.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -39,8 +39,8 @@ _spawned: "weakref.WeakSet[Popen[bytes]]" = weakref.WeakSet()
 
 
 class ChildProcess(Protocol):
-    """A process that this one has started, on this host or another, and the connection
-    to it.
+    """A process that this process has started, on this host or another, and the
+    connection to it.
 
     All calls belong to the event loop's thread; only `gone` waits.
     """
@@ -51,20 +51,20 @@ class ChildProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process id on its host; 0 while it is not known."""
+        """The process id on its host; 0 while the id is not known."""
 
     def send(self, payload: bytes) -> None:
         """Queue one frame. It is dropped if the process is gone."""
 
     def kill(self) -> None:
-        """Kill the process at once. `on_gone` follows."""
+        """Kill the process immediately. `on_gone` follows."""
 
     async def gone(self) -> None:
         """Return once `on_gone` was called."""
 
 
 class Spawn(Protocol):
-    """Starts a process of one program, on this host (`child_of`) or on another one."""
+    """Starts a process of one program, on this host (`child_of`) or on another host."""
 
     def __call__(
         self,
@@ -114,7 +114,7 @@ class Child:
         self._frames.send(payload)
 
     def kill(self) -> None:
-        """Send SIGKILL at once, also to its children. `on_gone` follows."""
+        """Send SIGKILL immediately, also to its children. `on_gone` follows."""
         if not self._gone.is_set():
             self._error = self._error or "killed"
             kill_group(self._process)
@@ -142,11 +142,11 @@ class Child:
 
 
 async def exit_status(process: "Popen[bytes]", *, within_s: float | None) -> int:
-    """Wait for a process and return its exit status; kill it if that takes longer than
-    `within_s`.
+    """Wait for a process and return its exit status; kill the process if it does not
+    end within `within_s` seconds.
 
-    Waits on a thread, which does not block the event loop and works on every system. It
-    is not one of the loop's own threads, whose number is limited.
+    Waits on a thread, which does not block the event loop and works on every system.
+    The thread is not one of the loop's own threads, whose number is limited.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
@@ -176,24 +176,27 @@ def why_it_ended(status: int, log: Path, error: str = "") -> str:
 
 
 def kill_group(process: "Popen[bytes]") -> None:
-    """Kill a process that `start_process` has started, and its children, unless it has
-    ended, or is a child of the process from which this one was forked.
+    """Kill a process that `start_process` has started, and its children. Do nothing if
+    the process has ended, or is a child of the process from which this process was
+    forked.
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            # it leads a group because of `start_new_session`
+            # the process leads a group because of `start_new_session`
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end(process: "Popen[bytes]") -> None:
-    """Kill and reap a process unless it is reaped; a killed process ends at once."""
+    """Kill and reap a process unless it is reaped. A killed process ends immediately,
+    so reaping does not wait.
+    """
     if process.returncode is None:
         kill_group(process)
         process.wait()
 
 
 def kill_all() -> None:
-    """Kill every child and its process group, because this process ends at once.
+    """Kill every child and its process group, because this process ends immediately.
 
     May be called from any thread.
     """
@@ -235,7 +238,7 @@ def spawn(
 def child_of(
     module: str, *, env: Mapping[str, str] = MappingProxyType({}), arguments: Sequence[str] = ()
 ) -> Spawn:
-    """Return what starts `-m module` on this host as `spawn` does."""
+    """Return a function that starts `-m module` on this host as `spawn` does."""
     return functools.partial(spawn, module=module, env=env, arguments=arguments)
 
 
@@ -277,7 +280,7 @@ def start_process(
 
 
 def _filled_pipe(content: bytes) -> IO[bytes]:
-    """Return the reading end of a pipe with this content, of a few bytes."""
+    """Return the reading end of a pipe with this content, which must be a few bytes."""
     reading, writing = os.pipe()
     with open(writing, "wb") as end:
         end.write(content)

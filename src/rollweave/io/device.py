@@ -16,8 +16,8 @@ def device_named(name: str) -> torch.device:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Return freed memory of the device to the system, so that other processes can use
-    it; allocators would keep it.
+    """Return freed memory of the device, which allocators would keep, to the system, so
+    that other processes can use it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -3,7 +3,7 @@ and directories that are replaced atomically.
 
 Invariants: when `append` returns, the operating system has the piece; if a write fails
 (because of a full disk, for example) the file is unchanged, and the error is a
-`DiskError` that names it.
+`DiskError` that names the file.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ NEW_SUFFIX = ".new"
 """Suffix of a replacement's name until it is complete."""
 
 READ_CHUNK = 1 << 20
-"""Number of bytes read at once to compute a file's digest."""
+"""Number of bytes in one read while a file's digest is computed."""
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants from <linux/fcntl.h> and <linux/fs.h>, because Python's os does not have
@@ -55,17 +55,16 @@ class AppendFile:
     """A file that only grows. It has no buffer: each piece is one write."""
 
     def __init__(self, path: Path, *, keep: int, header: bytes = b"") -> None:
-        """Open or create `path`, and truncate it to `keep` bytes; if that is 0, write
+        """Open or create `path`, and truncate it to `keep` bytes; if `keep` is 0, write
         `header`.
 
         Raises DiskError.
         """
         self.path = path
         self.size = keep
-        """Number of bytes written, all of them in whole pieces."""
+        """Number of bytes written, always whole pieces."""
         self._is_named = path.exists()
-        """True if the directory's entry of the file is on the disk, or was there
-        before.
+        """True if the file's entry in its directory is on the disk, or existed before.
         """
         with writing(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -96,7 +95,7 @@ class AppendFile:
         return offset
 
     def sync(self) -> None:
-        """Sync the file to the disk, and its name if it is new, so that it would
+        """Sync the file to the disk, and its name if the file is new, so that both
         survive a power loss.
 
         Raises DiskError.
@@ -141,8 +140,8 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666, synced: bool 
 
 
 def replace_directory(path: Path, new: Path) -> None:
-    """Give the complete and synced directory `new` the name `path`, and remove a
-    directory that has it.
+    """Give the complete and synced directory `new` the name `path`, and remove the
+    directory that has had this name, if any.
 
     `path` always refers to a complete directory, except for a moment on file systems
     such as NFS, which cannot exchange two names: a process that is killed then leaves
@@ -178,8 +177,8 @@ def file_digest(path: Path) -> str:
 
 
 def free_space(fd: int, end: int) -> None:
-    """Free the space of the file's first `end` bytes, which then read as zeros, and
-    keep its size. Has no effect on file systems without holes.
+    """Free the space of the file's first `end` bytes, which then read as zeros. The
+    file keeps its size. Has no effect on file systems without holes.
     """
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
     if fallocate is not None:

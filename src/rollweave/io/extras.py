@@ -1,4 +1,4 @@
-"""Optional dependencies: import them, and say how to install one that is missing."""
+"""Optional dependencies: import them, and say how to install a missing dependency."""
 
 import contextlib
 import importlib.metadata
@@ -40,7 +40,7 @@ class MissingExtraError(ConfigError):
 def from_extra(extra: str) -> Iterator[None]:
     """Import packages of `extra` in this context.
 
-    Raises MissingExtraError for one that is not installed.
+    Raises MissingExtraError for a package that is not installed.
     """
     try:
         yield
@@ -78,7 +78,9 @@ def how_to_install_distribution(name: str) -> str:
 
 
 def without_distribution(what: str, name: str) -> ConfigError:
-    """Return the error of what needs a further distribution that is not installed."""
+    """Return the error for `what`, which needs a further distribution that is not
+    installed.
+    """
     return ConfigError(
         f"{what} needs the package {name}, which is not installed "
         f"({how_to_install_distribution(name)})"

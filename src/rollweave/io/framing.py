@@ -2,8 +2,8 @@
 (`io/sealing`).
 
 Invariants: `on_frame` receives each payload once, in order; `on_end` is called exactly
-once, and no frame is delivered afterwards; what waits to be sent is bounded. This
-module does not interpret the frames.
+once, and no frame is delivered afterwards; the bytes that wait to be sent are bounded.
+This module does not interpret the frames.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from rollweave.io.wire import FRAME_BYTES, LENGTH, FrameDecoder, frame
 from rollweave.schema.errors import WireError
 
 RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from the socket at once."""
+"""Maximum number of bytes in one read from the socket."""
 
 UNREAD_BYTES = 1 << 30
-"""Maximum number of bytes queued for a peer that does not read: more than any batch
-has, and less than a host's memory.
+"""Maximum number of bytes queued for a peer that does not read: more than any batch,
+and less than a host's memory.
 """
 
 PIECES = 64
@@ -59,10 +59,8 @@ class FramedSocket:
         return self._closed
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame, which is sent together with all others of this pass of the
-        event loop.
-
-        It is dropped if the connection has ended.
+        """Queue one frame, which is sent together with all other frames of this pass of
+        the event loop. The frame is dropped if the connection has ended.
         """
         if self._closed:
             return
@@ -75,7 +73,7 @@ class FramedSocket:
             self._end(f"does not read: more than {UNREAD_BYTES} bytes wait")
 
     def close(self) -> None:
-        """End the connection now; what was not sent is dropped."""
+        """End the connection now; unsent frames are dropped."""
         self._end("")
 
     def _readable(self) -> None:
@@ -130,7 +128,8 @@ class FramedSocket:
 
 
 async def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes from a non-blocking socket, and none of what follows.
+    """Receive exactly `count` bytes from a non-blocking socket; later bytes stay in the
+    socket.
 
     Raises OSError, also for a connection that ends early.
     """
@@ -144,8 +143,8 @@ async def receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def receive_frame(sock: socket.socket, seal: Seal, *, limit: int) -> bytes:
-    """Receive one sealed frame of at most `limit` bytes. Another reader may then take
-    over the socket, since nothing of what follows is read.
+    """Receive one sealed frame of at most `limit` bytes. Nothing after the frame is
+    read, so another reader may then take over the socket.
 
     Raises WireError for a longer frame or a wrong seal, and OSError as
     `receive_exactly` does.

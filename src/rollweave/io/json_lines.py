@@ -1,8 +1,7 @@
 """Read files of JSON Lines that a user gives: one object a line.
 
-Invariant: what is not understood is an error that names the file and the line: text
-that is not UTF-8, half a surrogate pair, a key that stands twice, NaN, or a number that
-no float holds.
+Invariant: text that is not UTF-8, half a surrogate pair, a key that stands twice, NaN,
+and a number that no float holds are errors that name the file and the line.
 """
 
 import json
@@ -33,7 +32,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 def json_lines(path: str, setting: str, *, form: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the object of each line that is not empty. `form` says what
-    an object must have, after "must be a JSON object".
+    an object must have; an error appends it to "must be a JSON object".
 
     Raises ConfigError, which names the setting for a file that cannot be read.
     """
@@ -86,7 +85,7 @@ def _decoded(data: bytes, path: str) -> str:
 
 
 def _half_in(value: Any, path: tuple[str, ...]) -> tuple[tuple[str, ...], str] | None:
-    """Return the path and the text of the first invalid text."""
+    """Return the path of the first invalid text in `value`, and the text; else None."""
     match value:
         case str():
             return None if valid(value) == value else (path, value)

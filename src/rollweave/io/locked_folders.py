@@ -1,9 +1,9 @@
-"""Folders that do not outlive their owner for long, even if it is killed: the next
-start removes those of dead owners.
+"""Folders that do not outlive their owner for long, even if the owner is killed: the
+next start removes the folders of dead owners.
 
 A folder is locked (`flock`) as long as a process of its owner has it open. The kernel
-releases the lock when the last of them has ended, however it ends, so no process id has
-to be stored or compared. A folder that is not locked is removed.
+releases the lock when the last such process ends in any way, so no process id has to be
+stored or compared. A folder that is not locked is removed.
 
 Invariant: only its owner removes a folder that `create` returned. Every folder with a
 prefix comes from here. Standard library alone.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder for temporary files, after the removal of stale ones with the same
-    prefix, and remove it afterwards. Raises OSError.
+    """Make a folder for temporary files, and remove it at the end of the context. Stale
+    folders with the same prefix are removed first. Raises OSError.
     """
     parent = tempfile.gettempdir()
     remove_stale(parent, prefix)
@@ -70,7 +70,7 @@ def _remove_if_dead(folder: str) -> None:
 
 def try_lock(folder: str) -> int | None:
     """Lock the folder and return the descriptor, or None if another process has locked
-    it. Raises OSError.
+    the folder. Raises OSError.
     """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

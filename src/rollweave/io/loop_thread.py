@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine in an event loop of another thread, and return its result or
-    raise its exception: the caller's thread may have a running loop.
+    """Run the coroutine in an event loop of another thread, since the caller's thread
+    may have a running loop. Return its result or raise its exception.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
@@ -35,8 +35,8 @@ class LoopThread:
         """Run the coroutine in the loop, and return its result or raise its exception.
 
         An exception in the waiting thread, such as KeyboardInterrupt, cancels the
-        coroutine, and is raised once that has ended. TimeoutError is raised after
-        `within_s`; the coroutine is then cancelled, but not waited for.
+        coroutine, and is raised once the coroutine has ended. TimeoutError is raised
+        after `within_s` seconds; the coroutine is then cancelled, but not waited for.
         """
         tasks: list[asyncio.Task[T]] = []
         done = threading.Event()
@@ -73,8 +73,9 @@ async def _cancel_others() -> None:
 
 
 class LoopContext:
-    """The base of a context manager for programs without an event loop: its coroutines
-    run in the loop of a thread. What `_open` enters into the stack is left at the end.
+    """The base of a context manager for programs without an event loop. Its coroutines
+    run in the loop of a thread. Contexts that `_open` enters into the stack are left at
+    the end.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,7 +83,7 @@ class LoopContext:
         self._stack = contextlib.AsyncExitStack()
 
     async def _open(self) -> None:
-        """Enter the contexts that are needed."""
+        """Enter the contexts that the subclass needs into `_stack`."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

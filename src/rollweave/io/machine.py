@@ -1,5 +1,6 @@
 """This machine: its resources, and the number format in which its CPU computes a model.
-Torch is imported only where it is asked, so that checks before a run stay fast.
+Torch is imported only by the functions that need it, so that checks before a run stay
+fast.
 """
 
 import functools
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
-"""Names that Linux gives to instructions for products of bfloat16: of x86 the first
-two, of ARM the last.
+"""Linux's names of instructions for products of bfloat16: the first two are x86's, the
+last is ARM's.
 """
 
 
@@ -21,7 +22,7 @@ def cores() -> int:
 
 def memory_bytes() -> tuple[int, int]:
     """Return total and available main memory in bytes, within the container's limit if
-    there is one; zeros if unknown.
+    any; zeros if unknown.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -46,8 +47,8 @@ def _cgroup(name: str) -> int | None:
 
 
 def gpu_memory(device: str) -> tuple[int, int]:
-    """Return total and free bytes of a CUDA device. Raises RuntimeError if there is
-    none.
+    """Return total and free bytes of a CUDA device. Raises RuntimeError without a CUDA
+    device.
     """
     import torch
 

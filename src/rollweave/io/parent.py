@@ -2,8 +2,8 @@
 parent process.
 
 Invariant: this process does not outlive its parent (`io/boot.py`). Where the system
-cannot ensure that, the end of the socket ends the process at once, even while threads
-compute.
+cannot ensure that, the end of the socket ends the process immediately, even while
+threads compute.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Parent:
     """
 
     def __init__(self, fd: int, seal: Seal | None = None) -> None:
-        """`seal` continues that of the connection, if it has one."""
+        """`seal` continues the seal of the connection, if the connection has a seal."""
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._seal = seal
@@ -39,10 +39,10 @@ class Parent:
 
     @classmethod
     def from_arguments(cls) -> "Parent":
-        """Connect by the command line that `spawn` made.
+        """Connect as the command line of `spawn` says.
 
-        The imports are done: garbage is collected from here on, without their objects,
-        which persist.
+        The imports are done. From here on garbage is collected, except for the objects
+        of the imports, which persist.
         """
         gc.freeze()
         gc.enable()
@@ -54,10 +54,12 @@ class Parent:
         self.send_all((payload,))
 
     def send_all(self, payloads: Iterable[bytes]) -> None:
-        """Write several frames at once, as `send` does."""
+        """Write several frames in one step, as `send` does."""
         # without a parent, the listener ends this process
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(b"".join(part for each in payloads for part in self._frame(each)))
+            self._socket.sendall(
+                b"".join(part for payload in payloads for part in self._frame(payload))
+            )
 
     def _frame(self, payload: bytes) -> tuple[bytes, ...]:
         return frame(payload, b"" if self._seal is None else self._seal.code(payload))
@@ -65,7 +67,7 @@ class Parent:
     def _payloads(self) -> list[bytes]:
         """Wait for further frames, and return their payloads."""
         sealed = self._decoder.feed(self._read())
-        return sealed if self._seal is None else [self._seal.opened(each) for each in sealed]
+        return sealed if self._seal is None else [self._seal.opened(payload) for payload in sealed]
 
     def receive(self) -> bytes:
         """Wait for the next frame and return it.
@@ -78,7 +80,7 @@ class Parent:
 
     def queue(self) -> "queue.SimpleQueue[bytes]":
         """Return a queue that receives all further frames, so that the parent's end is
-        detected during computations.
+        detected even during computations.
         """
         frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.listen(frames.put)

@@ -3,9 +3,9 @@ importable.
 
 A shell without job control starts background jobs with SIGINT and SIGQUIT ignored, and
 supervisors and test runners block or ignore others; `exec` passes both on. Every entry
-point calls `reset_signals` first. Imports none of our modules, because it runs before
-everything else. `sandbox/inside` has its own version, because this package does not
-exist in sandboxes.
+point calls `reset_signals` first. This module imports none of our modules, because it
+runs before everything else. `sandbox/inside` has its own version, because this package
+does not exist in sandboxes.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Container
 
 INTERRUPTED = 130
-"""Exit status of a program that Ctrl-C ended, by convention of the shells."""
+"""Exit status of a program that Ctrl-C ended, by the convention of shells."""
 
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that the interpreter ignores by itself; `subprocess` restores them in
@@ -23,8 +23,8 @@ children.
 
 
 def reset_signals(*, keep: Container[int] = ()) -> None:
-    """Give each ignored signal except those in `keep` its default disposition, and
-    unblock all. Must be called on the main thread.
+    """Give each ignored signal that is not in `keep` its default disposition, and
+    unblock all signals. Must be called on the main thread.
     """
     for number in signal.valid_signals():
         if (
@@ -40,7 +40,7 @@ def reset_signals(*, keep: Container[int] = ()) -> None:
 
 def import_from_working_directory() -> None:
     """Add the working directory to the import path, as in child processes, so that
-    `package.module:Class` in a configuration may name a module in it.
+    `package.module:Class` in a configuration may name a module in this directory.
     """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:

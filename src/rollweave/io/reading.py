@@ -1,7 +1,8 @@
-"""Reading of files that others can replace: those of a run's directory.
+"""Reading of files that other programs can replace, such as the files of a run's
+directory.
 
 Invariants: nothing here waits for another process, since only regular files are read;
-what is read at once is bounded, and a file that is all hole is refused, not read for
+each read is bounded, and a file that consists of a hole is refused instead of read for
 hours. Every OSError names the file. A file system that hangs still hangs its reader,
 which must not be an event loop.
 """
@@ -19,22 +20,22 @@ from typing import IO, Any
 from rollweave.schema.errors import ConfigError
 
 CHUNK = 1 << 20
-"""Bytes read from the system at once."""
+"""Maximum bytes of one read from the system."""
 
 JSON_BYTES = 1 << 30
 """Maximum size of a file of JSON that belongs to a checkpoint."""
 
 LINE_BYTES = 64 << 20
-"""Maximum bytes of a line that is read; a longer one is left out."""
+"""Maximum bytes of a line that is read; longer lines are left out."""
 
 SPARSE_BYTES, SPARSE = 1 << 30, 1000
-"""A file of at least `SPARSE_BYTES` of which less than one part in `SPARSE` was ever
-written is refused: no file that a run writes is like this.
+"""A file of at least `SPARSE_BYTES` is refused if less than one part in `SPARSE` was
+ever written: no run writes such a file.
 """
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a regular file for reading. Raises OSError for anything else, at once."""
+    """Open a regular file for reading. Raises OSError immediately for anything else."""
     try:
         # without O_NONBLOCK, a named pipe waits for its other end
         fd = open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -69,8 +70,8 @@ def whole(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint; without the file an empty one,
-    unless it is `required`. Raises ConfigError for anything else.
+    """Return the JSON object in a file of a checkpoint. A missing file yields an empty
+    object unless the file is `required`. Raises ConfigError for anything else.
     """
     if not required and not path.exists():
         return {}
@@ -97,7 +98,7 @@ def lines(path: Path) -> Iterator[bytes]:
 
 
 def kind(mode: int) -> str:
-    """Return the kind of file that has this mode, in words."""
+    """Return the kind of a file with this mode, in words."""
     for is_kind, name in (
         (stat.S_ISREG, "file"),
         (stat.S_ISDIR, "directory"),

@@ -1,4 +1,4 @@
-"""A message authentication code (MAC) behind every frame of a connection: HMAC-SHA256
+"""A message authentication code (MAC) after every frame of a connection: HMAC-SHA256
 over the frame's number and its payload, with one key for each direction.
 
 Invariants: a payload is delivered only if the peer has sent it with this number in this
@@ -19,7 +19,9 @@ CODE_BYTES = 32
 KEY_BYTES = 32
 
 STATE = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sQQ")
-"""Both keys, and the numbers of the next frames, as another process gets them."""
+"""Both keys, and the numbers of the next frames, in the form in which another process
+receives them.
+"""
 
 _NUMBER = struct.Struct("<Q")
 
@@ -33,8 +35,8 @@ class Seal:
     def __init__(
         self, sending: bytes, receiving: bytes, *, sent: int = 0, received: int = 0
     ) -> None:
-        """`sending` and `receiving` are keys, `sent` and `received` the numbers of
-        frames so far.
+        """`sending` and `receiving` are keys; `sent` and `received` count the frames so
+        far.
         """
         self._keys = (sending, receiving)
         self._sending = hmac.new(sending, digestmod="sha256")
@@ -43,7 +45,7 @@ class Seal:
 
     @classmethod
     def from_state(cls, state: bytes) -> Self:
-        """Return the seal of which `state` was taken."""
+        """Return the seal whose method `state` returned `state`."""
         sending, receiving, sent, received = STATE.unpack(state)
         return cls(sending, receiving, sent=sent, received=received)
 

@@ -7,7 +7,8 @@ def bound_socket(address: str, port: int) -> socket.socket:
     """Return a TCP socket, IPv4 or IPv6, that is bound to this address and port. Raises
     OSError.
 
-    A port that a former process used is free at once; port 0 is any free one.
+    A port that a former process used is free immediately. Port 0 stands for any free
+    port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

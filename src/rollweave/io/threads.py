@@ -5,14 +5,14 @@ import os
 import threading
 
 NICENESS = 10
-"""Niceness of a thread that yields, above that of its process: it gets a tenth of a
-core that another thread wants.
+"""Niceness of a thread that yields, in addition to the niceness of its process: the
+thread gets a tenth of a core that another thread wants.
 """
 
 
 def yield_to_others() -> None:
-    """Lower the priority of this thread for good, where the system has one for each
-    thread (Linux).
+    """Lower the priority of this thread for good, on systems on which threads have
+    priorities (Linux).
     """
     with contextlib.suppress(AttributeError, OSError):
         own = threading.get_native_id()

@@ -1,10 +1,12 @@
-"""A checkpoint's tokenizer: the one that transformers makes of the checkpoint's files.
+"""A checkpoint's tokenizer: the tokenizer that transformers makes of the checkpoint's
+files.
 
-Invariants: `tokenizer.json` is not all of it, since other files may add tokens and
-change whether they are special; sections of `tokenizer.json` that change what a text
-becomes from one call to the next, or cut it (truncation, padding, dropout), do not
-apply. Some classes of tokenizers take only vocabulary and merges from the file, and
-have a fixed pipeline: so does transformers since version 5, and so does this module.
+Invariants: `tokenizer.json` does not describe the whole tokenizer, since other files
+may add tokens and change whether they are special. Sections of `tokenizer.json` that
+let equal texts have different tokens (dropout), or that cut or fill a text (truncation,
+padding), do not apply. Some classes of tokenizers have a fixed pipeline, and take only
+vocabulary and merges from the file; this module treats them like transformers since
+version 5.
 """
 
 import json
@@ -19,7 +21,7 @@ from rollweave.io.reading import read_json, whole
 from rollweave.schema.errors import ConfigError
 
 FILE_BYTES: Final = 1 << 30
-"""Maximum size of a tokenizer's file, far above that of any."""
+"""Maximum size of a tokenizer's file, far above the size of any known file."""
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -71,7 +73,9 @@ _OF_TYPE: Final = {
     "GPTNeoXTokenizer": "gpt_neox mpt olmo olmoe",
     "GPT2Tokenizer": "gpt2 gpt_neo gptj opt phi starcoder2 dbrx",
 }
-"""Types of models whose tokenizer is of a class with a fixed pipeline."""
+"""Class of tokenizers with a fixed pipeline → the types of models that have such a
+tokenizer.
+"""
 
 _FROM_FILE: Final = (
     "arctic ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe "
@@ -80,7 +84,8 @@ _FROM_FILE: Final = (
     "ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 persimmon phi3 phi3_v "
     "phimoe pixtral smolvlm stablelm vipllava voxtral"
 )
-"""Types of models whose tokenizer is that of the file, whatever class is named."""
+"""Types of models whose tokenizer is as the file describes it, whatever class is named.
+"""
 
 _TYPE_DECIDES: Final = ("qwen2",)
 """Types of models for which transformers ignores the class that is named."""
@@ -97,9 +102,10 @@ class CheckpointTokenizer:
 
 
 def read_tokenizer(directory: Path) -> CheckpointTokenizer | None:
-    """Return the tokenizer of a checkpoint, None if it has no tokenizer.json.
+    """Return the tokenizer of a checkpoint; None if the checkpoint has no
+    tokenizer.json.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if the tokenizer cannot be read.
     """
     path = directory / TOKENIZER
     if not path.exists():
@@ -148,13 +154,13 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return [path.relative_to(directory) for path in found if path.is_file()]
 
 
-# Tokens beside the vocabulary.
+# Tokens in addition to the vocabulary.
 
 
 def _tokens_of(
     directory: Path, config: Mapping[str, Any], kind: str | None, file: Tokenizer
 ) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], list[AddedToken]]:
-    """Return the named special tokens, other special ones, and the table of added
+    """Return the named special tokens, the other special tokens, and the table of added
     tokens, in the order of their ids.
     """
     named: dict[str, Any] = dict(_DEFAULTS.get(kind or "", {}))
@@ -198,7 +204,9 @@ def _add(
     extra: list[str | AddedToken],
     added: list[AddedToken],
 ) -> None:
-    """Add the tokens as transformers does, which decides about the ids of new ones."""
+    """Add the tokens in the order of transformers, which decides about the ids of new
+    tokens.
+    """
     special = {_text(token) for token in named.values()}
     tokens: list[str | AddedToken] = list(added)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -248,8 +256,8 @@ def _added(token: Any) -> AddedToken:
 
 
 def _class_of(config: Mapping[str, Any], directory: Path) -> str | None:
-    """Return the class of tokenizers whose pipeline is fixed, None if the pipeline is
-    that of the file.
+    """Return the tokenizer's class if the class has a fixed pipeline; None if the
+    pipeline is as the file describes it.
     """
     model = read_json(directory / "config.json")
     kind = model.get("model_type")
@@ -262,7 +270,7 @@ def _class_of(config: Mapping[str, Any], directory: Path) -> str | None:
     named = named.removesuffix("Fast")
     if named not in _DEFAULTS or kind in _FROM_FILE.split():
         return None
-    if named == "LlamaTokenizer":  # those of Llama 3 and DeepSeek name it, and are byte-level
+    if named == "LlamaTokenizer":  # named by the byte-level ones of Llama 3 and DeepSeek
         text = (directory / TOKENIZER).read_text(encoding="utf-8")
         return None if '"ByteLevel"' in text else named
     return named

@@ -1,9 +1,9 @@
-"""Frames on a byte stream: a 4-byte little-endian length, then that many bytes of
-msgpack.
+"""Frames on a byte stream: a 4-byte little-endian length, then a msgpack payload of
+this length in bytes.
 
 Invariants: a decoder returns exactly the payloads that were framed, in order,
-regardless of how the stream was split; it buffers at most one incomplete frame, which
-is within its bound; after a `WireError` it returns nothing more. This module uses no
+regardless of how the stream was split; it buffers at most one incomplete frame, whose
+size is bounded; after a `WireError` it returns nothing more. This module uses no
 sockets.
 """
 
@@ -20,7 +20,7 @@ LENGTH = struct.Struct("<I")
 
 FRAME_BYTES = 1 << 30
 """Maximum size of a payload in bytes: far more than a training batch, far less than an
-invalid length usually asks for.
+invalid length usually claims.
 """
 
 
@@ -49,8 +49,8 @@ def decoder_of(kind: Any) -> Callable[[bytes], Any]:
 
 
 def frame(payload: bytes, code: bytes = b"") -> tuple[bytes, ...]:
-    """Return length, payload and `code` (`io/sealing`), not joined, so that a large
-    payload is not copied.
+    """Return length, payload and `code` (`io/sealing`) as separate pieces, so that a
+    large payload is not copied.
 
     Raises WireError for a payload beyond the bound.
     """

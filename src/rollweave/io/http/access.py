@@ -1,4 +1,6 @@
-"""The options of a command that serves over HTTP: its address, and who is admitted."""
+"""The options of a command that serves over HTTP: the address, and the admitted
+clients.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +10,7 @@ from rollweave.schema.address import check_names
 from rollweave.schema.errors import ConfigError
 
 ADDRESS = "--host and --port"
-"""The options of the address, in errors."""
+"""The options of the address, as errors name them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,9 @@ class Access:
     names: tuple[str, ...] = ()
 
     def check(self) -> str | None:
-        """Return the token in `token_env`, if one is named. Raises ConfigError for
-        wrong options, and if no server can listen there.
+        """Return the token in the variable `token_env`, or None without a variable.
+        Raises ConfigError for wrong options, and if no server can listen at the
+        address.
         """
         token = given_token(
             self.token_env, no_token=self.no_token, host=self.host, named="--token-env"

@@ -1,9 +1,9 @@
-"""Read the body of a request within bounds on its size, on its size once it is
-inflated, and on time.
+"""Read the body of a request within bounds on its size as sent, its inflated size, and
+the time.
 
-Invariants: at most `most` bytes are buffered, of the body as sent and as inflated; it
-is inflated on a thread, not on the event loop; nothing is read before the guard and the
-handler have admitted the request.
+Invariants: at most `most` bytes are buffered, both of the body as sent and of the
+inflated body; a body is inflated on a thread, not on the event loop; nothing is read
+before the guard and the handler have admitted the request.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The header `Expect`: which values are accepted, and when `100 Continue` is sent.
 
 Invariants: a request is refused for its `Expect` only after the guard has admitted it,
-and by a text that repeats none of it; `100 Continue` is sent when the body is about to
-be read, so never to a client that the guard or the handler refuses.
+and the error repeats nothing of the header; `100 Continue` is sent when the body is
+about to be read, so never to a client that the guard or the handler refuses.
 """
 
 from typing import Any, Final
@@ -17,8 +17,8 @@ _EXPECTATIONS: Final = web.RequestKey("expect", list)
 
 
 def withhold(server: web.Server) -> None:
-    """Keep `Expect` from the application, which would answer it before its middlewares;
-    call it before any connection.
+    """Keep `Expect` from the application, which would answer the header before its
+    middlewares run. Must be called before the first connection.
     """
     make = server.request_factory
 

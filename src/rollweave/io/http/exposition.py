@@ -20,8 +20,8 @@ class Sample(NamedTuple):
 
 
 def exposition(samples: Iterable[Sample]) -> str:
-    """Return the samples as text, those of one metric together, in the order in which
-    the metrics begin.
+    """Return the samples as text. The samples of one metric stand together; metrics are
+    in the order of their first samples.
     """
     families: dict[str, list[str]] = {}
     for sample in samples:

@@ -3,8 +3,8 @@ their neutral values, and the errors that such clients read.
 
 A server reads the fields that it honors and passes all others to `refused_field`.
 Invariant: no field that would change what is sampled or answered is ignored. A field
-passes if it is null, has a neutral value, or by its nature changes neither; any other
-value is refused, and so is a field that is in no table.
+passes if it is null, has a neutral value, or can by its nature change neither; any
+other value is refused, and so is a field that is in no table.
 """
 
 import json
@@ -14,7 +14,7 @@ SHOWN = 100
 """Maximum number of characters of a field's name in an error."""
 
 UNKNOWN_FIELD = "must not be given: no field of that name is known"
-"""The rule that a field breaks which is in no table."""
+"""The rule that a field breaks if it is in no table."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI.
@@ -122,7 +122,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
     "routed_dp_rank": (),
 }
-"""Field → its values, other than null, that ask for nothing."""
+"""Field → its values besides null that have no effect."""
 
 WITHOUT_EFFECT = frozenset(
     (

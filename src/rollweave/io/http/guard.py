@@ -24,8 +24,8 @@ from rollweave.schema.address import ip_address, split_host
 from rollweave.schema.errors import ConfigError
 
 OPEN = frozenset({"/health", "/ping", "/ready"})
-"""Paths that require no token, for programs that start and monitor servers: it is no
-secret that a server runs.
+"""Paths that require no token, for programs that start and monitor servers: the
+existence of a server is no secret.
 """
 
 TOKEN_BYTES = 32
@@ -34,7 +34,9 @@ TOKEN_BYTES = 32
 JSON = "application/json"
 
 OWN_SITE = ("same-origin", "none")
-"""Values of Sec-Fetch-Site in a browser's requests that no other site's page made."""
+"""Values of Sec-Fetch-Site in a browser's requests that do not come from another site's
+page.
+"""
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -53,8 +55,8 @@ class Refused(web.HTTPException):
 
 
 class Guard:
-    """Admits requests that carry `token`, or any if it is None. Clients may call the
-    server by its address or one of `hosts`.
+    """Admits requests that carry `token`, or all requests if `token` is None. Clients
+    may call the server by its address or one of `hosts`.
 
     Each of `hosts` is a name, or a name and a port ("gpu-7" or "gpu-7:8000"). Clients
     call a server on the loopback by localhost or a loopback address, with the server's
@@ -104,9 +106,9 @@ class Guard:
         has_body: bool,
         target: str = "/",
     ) -> tuple[int, str] | None:
-        """Return status and rule if the request is refused. `headers` has all values of
-        those in `_READ`; `local` is the server's end of the connection, and `target`
-        the target in the request's first line.
+        """Return the HTTP status and the broken rule if the request is refused.
+        `headers` has all values of the headers in `_READ`; `local` is the server's end
+        of the connection, and `target` the target in the request's first line.
         """
         (host, *more), origins = headers["Host"] or [""], headers["Origin"]
         if more or not self._is_called(host.lower(), local):
@@ -137,8 +139,8 @@ class Guard:
         return None
 
     def names(self, local: tuple[str, int]) -> list[str]:
-        """Return the names by which clients may call the server at its end `local` of a
-        connection.
+        """Return the names by which clients may call the server, whose end of the
+        connection is `local`.
         """
         address, port = local
         loopback = [f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]")]
@@ -171,8 +173,9 @@ class Guard:
 
 def sent_token(headers: Sequence[str], keys: Sequence[str]) -> str:
     """Return the token that a client sends, given the values of its headers
-    `Authorization` and `X-Api-Key`: as a bearer token, or without one as Anthropic's
-    clients do. "" for none, for several, and for another scheme.
+    `Authorization` and `X-Api-Key`: as a bearer token, or without a scheme as
+    Anthropic's clients send it. Return "" for no token, for several tokens, and for
+    another scheme.
     """
     scheme, _, token = headers[0].partition(" ") if headers else ("bearer", "", "")
     values = headers if token else keys
@@ -185,8 +188,8 @@ _READ = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "X-Api-Key", "Cont
 
 
 def _authority(target: str) -> str:
-    """Return host and port of a request's target that is a whole address, in lower
-    case; empty for any other.
+    """Return host and port of a request's target in lower case if the target is a
+    complete address, else "".
     """
     return re.split(r"[/?#\\]", target.partition("://")[2])[0].lower()
 
@@ -236,8 +239,8 @@ def kept_token(path: Path) -> str:
     """Return the token in the file `path`. A missing file is created with a new token,
     readable by its owner alone (mode 600).
 
-    Raises ConfigError for a file that others may read or that holds no token, and where
-    none can be written.
+    Raises ConfigError for a file that others may read or that holds no token, and if a
+    missing file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -276,7 +279,9 @@ def read_token(path: Path) -> str:
 
 
 def _write_new(path: Path, token: str) -> None:
-    """Create the file atomically; if another process was quicker, keep its token."""
+    """Create the file atomically; if another process was quicker, keep the other
+    process's token.
+    """
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,10 +1,10 @@
-"""HTTP listeners, which are all opened and closed here, behind the guard, with
-deadlines and bounds.
+"""HTTP listeners. All are opened and closed here, behind the guard, with deadlines and
+bounds.
 
 Invariants: a request reaches the application only through its guard (`guard.py`); only
-`bodies.py` reads and inflates a body; a connection without a whole request, and one
-whose client does not read, is closed after a deadline; while there is a connection
-without a whole request, a new client is admitted in its place.
+`bodies.py` reads and inflates a body; a connection without a complete request is closed
+after a deadline, and so is a connection whose client does not read; while there is a
+connection without a complete request, a new client is admitted in its place.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from rollweave.io.http.guard import Guard
 from rollweave.schema.errors import ConfigError
 
 BACKLOG = 128
-"""Maximum number of connections that wait in the kernel; as many are accepted before
-the first of them is handled.
+"""Maximum number of connections that wait in the kernel. The same number may be
+accepted before the first of them is handled.
 """
 
 HEAD_S = 30.0
-"""Seconds within which a connection must send a request's head, from its start or from
-its last answer.
+"""Seconds within which a connection must send a request's head, counted from the start
+of the connection or from its last answer.
 """
 
 LINGER_S = 2.0
-"""Seconds for the rest of a request that was answered before it was read: closing at
-once could discard the answer.
+"""Seconds for the rest of a request that was answered before it was read: closing
+immediately could discard the answer.
 """
 
 STALL_S = 60.0
@@ -42,27 +42,26 @@ STALL_S = 60.0
 
 REJECTING = 64
 """Maximum number of connections over the bound that wait for a refusal at the same
-time; more are closed without one.
+time; further connections are closed without a refusal.
 """
 
 REJECT_S = 2.0
-"""Maximum seconds that such a connection may take to send a request and read the
-refusal.
+"""Maximum seconds that a connection over the bound may take to send a request and read
+the refusal.
 """
 
 RETRY_S = 1
 """Seconds after which a client that was refused may try again (Retry-After)."""
 
 FILES = 1 << 16
-"""Maximum number of open files to ask the system for.
-
-No more, because child programs may close every possible number.
+"""Maximum number of open files to request from the system. A larger number would slow
+down child programs that close every possible descriptor.
 """
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for invalid HTTP, which is reported to the client and is no failure
-    of the server.
+    """Return False for the record of invalid HTTP, which is reported to the client and
+    is no failure of the server.
     """
     return not (
         record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError)
@@ -74,9 +73,8 @@ _LOG.addFilter(_is_ours)
 
 
 def check_address(host: str, port: int, *, names: str) -> None:
-    """Raise ConfigError if no server can listen there, before anything else is started.
-
-    `names` are those of the settings.
+    """Raise ConfigError if no server can listen at this address, before anything else
+    is started. `names` are the names of the settings.
     """
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -117,15 +115,16 @@ async def listening(
     most: int | None = None,
     names: str | None = None,
 ) -> AsyncIterator[str]:
-    """Serve while the context is open; yield the base URL. Port 0 is any free one.
+    """Serve while the context is open; yield the base URL. Port 0 stands for any free
+    port.
 
     Raises OSError if the port is taken; or ConfigError if `names`, the names of the
     settings of host and port, is given.
 
     A client that disconnects cancels its request. On exit, requests under way have
-    `shutdown_s` to finish. At most `most` connections are admitted, by default half of
-    the files that may be open. For a moment there may be `BACKLOG` and `REJECTING`
-    more, which also take files.
+    `shutdown_s` seconds to finish. At most `most` connections are admitted, by default
+    half of the files that may be open. For a moment, `BACKLOG` + `REJECTING` further
+    connections may be open, which also take files.
     """
     app.middlewares.extend((guard.middleware(), check_expectation))
     runner = web.AppRunner(
@@ -161,8 +160,8 @@ async def listening(
 
 
 class ConnectionTracker:
-    """Tracks the connections of `server`, and which of them have no complete request:
-    these are closed to admit others.
+    """Tracks the connections of `server`. Connections without a complete request are
+    closed to admit new ones.
     """
 
     def __init__(self, server: web.Server, most: int) -> None:
@@ -181,7 +180,8 @@ class ConnectionTracker:
     def has_room(self) -> bool:
         """Return whether one more connection is admitted.
 
-        If needed, close one without a complete request, of the peer with the most.
+        If needed, close a connection without a complete request, of the peer with the
+        most such connections.
         """
         if len(self.server.connections) < self._most:
             return True
@@ -192,8 +192,8 @@ class ConnectionTracker:
         return True
 
     def refusal(self) -> bytes:
-        """Return a complete HTTP response, which is sent without parsing the
-        request.
+        """Return a complete HTTP response, which is sent without the request being
+        parsed.
         """
         error = {"type": "busy", "message": f"at most {self._most} connections may be open"}
         body = msgspec.json.encode({"error": error, "detail": error["message"]})
@@ -225,8 +225,8 @@ class ConnectionTracker:
 class Connection(web.RequestHandler):
     """One client's connection.
 
-    It is idle from its start, or from its last answer, to the end of the next request's
-    head.
+    The connection is idle from its start, or from its last answer, to the end of the
+    next request's head.
     """
 
     __slots__ = ("_buffered", "_stall", "_stream", "_tracker", "peer")
@@ -295,7 +295,7 @@ class Connection(web.RequestHandler):
             self._stall = None
 
     def drop(self) -> None:
-        """Close the connection at once and discard what the client has not read."""
+        """Close the connection immediately and discard what the client has not read."""
         self._tracker.note_lost(self)
         if self._stream is not None:
             self._stream.abort()
@@ -349,7 +349,7 @@ def _half_of_the_files() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < target:
-        # Some systems refuse the maximum that they report.
+        # Some systems refuse the very maximum that they report.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
             soft = target

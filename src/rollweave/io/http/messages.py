@@ -1,5 +1,5 @@
-"""Read messages as OpenAI's chat API has them: those of requests, and those of the
-user's files. null is the same as absent.
+"""Read messages in the form of OpenAI's chat API, from requests and from the user's
+files. null is the same as absent.
 
 Invariant: nothing is left out silently: a field that no prompt can show passes only if
 it is null or has a value without effect, or if the caller's `Reading` says so.
@@ -57,8 +57,8 @@ ECHOED = frozenset(
         "status",
     )
 )
-"""Fields of a message, or of a part of one, that clients add or echo and that no prompt
-shows.
+"""Fields of a message, or of a part of a message, that clients add or echo and that no
+prompt shows.
 """
 
 
@@ -69,7 +69,9 @@ class OpenModel(BaseModel):
 
 
 def _as_text(arguments: object) -> object:
-    """Return arguments in the form of the API: data sets have them as objects, too."""
+    """Return the arguments of a call as text, the form of the API: data sets may have
+    them as objects.
+    """
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     return "{}" if arguments is None else arguments
@@ -92,7 +94,7 @@ class TextPart(OpenModel):
 
 
 def other_than(*known: str) -> Any:
-    """Return the type of a `type` that is none of the known ones."""
+    """Return the type of a field `type` that must have none of the `known` values."""
 
     def check(kind: str) -> str:
         if kind in known:
@@ -127,8 +129,8 @@ class Reading(Protocol):
     def others(
         self, path: str, model: OpenModel, *, neutral: Mapping[str, tuple[object, ...]] = ...
     ) -> None:
-        """Decide about the fields that the model lacks. Raises an error for one that
-        must be refused.
+        """Decide about the fields that the model lacks. Raises an error for a field
+        that must be refused.
         """
 
     def leave(self, field: str, value: Any, rule: str) -> None:
@@ -142,7 +144,9 @@ class Reading(Protocol):
 
 
 class StrictReading:
-    """Refuses every value that has an effect elsewhere. Raises ValueError."""
+    """Refuses every value that would have an effect in another server. Raises
+    ValueError.
+    """
 
     def refusal(self, field: str, message: str) -> Exception:
         return ValueError(message)
@@ -166,7 +170,7 @@ class StrictReading:
 
 
 def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
-    """Return a message, which is at `path`. Raises the reading's refusal."""
+    """Return the message at `path`. Raises the reading's refusal."""
     reading.others(f"{path}.", message, neutral=MESSAGE_NEUTRAL)
     content = message.content
     role: Role = "system" if message.role == "developer" else message.role
@@ -204,7 +208,7 @@ def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
 
 
 def read_messages(value: object, path: str) -> tuple[Message, ...]:
-    """Return the messages of a JSON list, which is at `path`. Raises ValueError."""
+    """Return the messages of the JSON list at `path`. Raises ValueError."""
     try:
         messages = _LIST.validate_python(value)
     except ValidationError as error:
@@ -227,8 +231,9 @@ def first_problem(
 ) -> tuple[tuple[str, ...], str, object]:
     """Return the path, the broken rule and the value of the first error.
 
-    A union reports every branch. The deepest location is what was meant, and of several
-    the branch of which the value has the type.
+    A union reports an error for every branch. The deepest location is in the branch
+    that was meant; among equally deep locations, it is the branch whose type the value
+    has.
     """
     problem = max(
         error.errors(include_url=False),

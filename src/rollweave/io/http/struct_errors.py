@@ -1,5 +1,5 @@
-"""Errors of JSON that does not fit a struct, in the form of all servers here: field,
-rule and value. Pure.
+"""Errors of JSON that does not fit a struct, in the form that all servers here use:
+field, rule and value. Pure.
 """
 
 import re

@@ -35,7 +35,7 @@ from rollweave.record.transcript import (
     tokenizer_of,
     transcript,
 )
-from rollweave.record.ui.attempts import PAGE, AttemptIndex, Query, AttemptRow
+from rollweave.record.ui.attempts import PAGE, AttemptIndex, AttemptRow, Query
 from rollweave.record.ui.files import AppendedFile, ReplacedFile
 from rollweave.record.ui.lanes import LaneIndex
 from rollweave.schema.errors import ConfigError, CorruptJournalError
