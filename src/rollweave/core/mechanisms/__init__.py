@@ -1,7 +1,7 @@
 """The optional behaviors of a run, each in a room of its own (`core/run.Mechanism`).
 
-The order of the tuple is the order in which their hooks are called, and so that of the
-commands of one event.
+Hooks are called in the order of the tuple, so the commands of one event have this
+order, too.
 """
 
 from rollweave.core.mechanisms import (

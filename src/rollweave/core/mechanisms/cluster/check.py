@@ -9,9 +9,9 @@ from rollweave.core.state import ALIVE, Phase, Stage, WorkerStatus
 
 
 def check(run: Run) -> None:
-    """Assert that every attempt under way is with one worker, which is ready, or with
-    none if attempts run in the controller; and that, until the run is over, no worker
-    is on a host that is gone.
+    """Assert that every attempt under way has one worker, which is ready, or no worker
+    if attempts run in the controller. Until the run is over, no worker may be on a host
+    that is gone.
     """
     state = run.state
     held: dict[str, str] = {}

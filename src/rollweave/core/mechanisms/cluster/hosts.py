@@ -2,18 +2,18 @@
 
 With several hosts there is a relay on each. The loss of a host, or its end after
 repeated failures (`membership/joining`), ends its relay, its engines and, if one of the
-trainer's ranks was there, the trainer. Other engines take the place of the lost ones,
-on other hosts as long as there is room; they move to the next host that joins, once
+trainer's ranks was there, the trainer. Other engines replace the lost engines, on other
+hosts as long as there is room; the replacements move to the next host that joins, once
 they may drain. Engines without a place start there, too. The trainer starts again from
-its checkpoint, if need be in the place of engines, or on the next host that joins.
-In a run that began without sharing GPUs, no process shares one later: they were found
-to have memory for one process.
+its checkpoint, if need be in the place of engines, or on the next host that joins. In a
+run that began without sharing GPUs, no GPU is shared later: its memory was only found
+to suffice for one process.
 
-In a colocated run the two are bound independently of each other. The trainer starts
-again, beside the engines, if the GPUs that are left suffice for a rank each; else it
-waits for a host. The engines of a lost host start on GPUs without an engine, if there
-are any, or on the next host that joins. GPUs that began with several engines may have
-that many again.
+In a colocated run the trainer and the engines are bound independently of each other.
+The trainer starts again, next to the engines, if there is a GPU left for each rank;
+else it waits for a host. The engines of a lost host start on GPUs without an engine, if
+there are any, or on the next host that joins. GPUs that began with several engines may
+have that many again.
 """
 
 from rollweave.core import training
@@ -52,7 +52,7 @@ def on_joined(run: Run, event: HostJoined) -> None:
 
 
 def on_lost(run: Run, event: HostLost) -> None:
-    """Give the host up; `advance` starts as many engines elsewhere."""
+    """Give the host up; `advance` starts the same number of engines elsewhere."""
     host = run.state.hosts.up.get(event.host)
     if host is not None and run.state.phase is not Phase.FINISHED:
         reason = f"{_name(host)} is lost: {event.error}"
@@ -61,7 +61,7 @@ def on_lost(run: Run, event: HostLost) -> None:
 
 def advance(run: Run) -> None:
     """Start the trainer elsewhere if its host is gone, start the engines for which
-    there is a place now, and move those that replace lost ones to a host that has
+    there is a place now, and move the replacements of lost engines to a host that has
     joined.
     """
     if _trainer_is_cut_off(run) and not (run.state.error or run.state.trainer.unplaced):
@@ -94,7 +94,7 @@ def _trainer_is_cut_off(run: Run) -> bool:
 
 
 def _return(run: Run, engine_id: EngineId, host: int) -> None:
-    """Start another engine on this host if it has room for one, and drain this one."""
+    """Start another engine on this host if there is room, and drain `engine_id`."""
     state, part = run.state, run.part(Cluster)
     engine = state.engines.get(engine_id)
     if engine is None or engine.departing:

@@ -1,10 +1,11 @@
 """The number of rollout workers, if it changes with the attempts that want a place
 (Heddle §3, the tool manager; `mechanisms/cluster/worker_count`).
 
-Each worker has places for an equal share of `rollout.max_running` until all of them
-are there. A place is wanted by each attempt that a worker has, and by each trajectory
-that could start if there were one; those of groups whose task is still to be drawn
-count, too, since workers draw. No attempt is ended for the sake of a smaller number.
+Each worker has places for an equal share of `rollout.max_running` until all of them are
+there. A place is wanted by each attempt that a worker has, and by each trajectory that
+could start if there were a place. Trajectories of groups whose task is still to be
+drawn count, too, since workers draw the tasks. No attempt is ended to reduce the number
+of workers.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from rollweave.core.state import GroupStatus, State, Worker, WorkerStatus
 from rollweave.schema.work import Purpose
 
 GONE = (WorkerStatus.RETIRING, WorkerStatus.STOPPED, WorkerStatus.FAILED)
-"""Statuses of workers that do not count: they take no attempts, and will not."""
+"""Statuses of workers that do not count, because they take no attempts now or later."""
 
 IDLE_S = 60.0
 """Seconds for which a worker is kept that has not been needed, unless a start takes
@@ -45,15 +46,15 @@ def resize(run: Run) -> None:
     sleeping = [*_having(state, WorkerStatus.RETIRING), *_having(state, WorkerStatus.STOPPED)]
     for worker in sleeping[: max(0, part.target - len(here))]:
         workers.wake(run, worker)
-    here.reverse()  # of equal ones, the last retires
+    here.reverse()  # of equal workers, the last retires
     for worker in sorted(here, key=_cost_of_end)[: max(0, len(here) - part.target)]:
         workers.retire(run, worker)
     workers.stop_retired(run)
 
 
 def waiting(run: Run) -> int:
-    """Return the number of trajectories that would start if there were a place for each
-    in a worker.
+    """Return the number of trajectories that would start if workers had a place for
+    all.
     """
     state, rollout = run.state, run.config.rollout
     pools = state.pools
@@ -82,7 +83,7 @@ def _drawn(run: Run) -> Iterator[int]:
 
 
 def _usable(state: State) -> int:
-    """Return the number of workers that there are or could be."""
+    """Return the number of workers that take attempts, or could."""
     return sum(worker.status is not WorkerStatus.FAILED for worker in state.workers.values())
 
 
@@ -91,7 +92,7 @@ def _having(state: State, status: WorkerStatus) -> list[Worker]:
 
 
 def _cost_of_end(worker: Worker) -> tuple[bool, int]:
-    """Return the key by which workers are chosen to retire, the least first: those that
-    take no attempts yet, then those with the fewest.
+    """Return the key by which workers are chosen to retire, the least key first:
+    workers that take no attempts yet, then workers with the fewest attempts.
     """
     return worker.status is WorkerStatus.READY, len(worker.attempts)

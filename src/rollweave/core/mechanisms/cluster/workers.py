@@ -4,13 +4,12 @@
 An attempt stays with one worker from its start until it is scored. The loss of a worker
 ends its attempts; the infrastructure is blamed, and they start again in any worker,
 where they may continue with their recorded turns (`core/continuation`). The worker is
-restarted on its host or, if that host is lost or given up, on another one as
-soon as there is one. From there it moves to a host that joins once its attempts are
-over, one worker at a time. Without workers, attempts run in the controller.
+restarted on its host or, if that host is lost or given up, on another host as soon as
+one has room. From there it moves to a host that joins later, after its attempts are
+over and one worker at a time. Without workers, attempts run in the controller.
 
-If the number of workers changes, `cluster/scaling` decides it. A worker of which there
-is no need retires: it stops once its attempts are over, unless it is needed again
-before.
+If the number of workers changes, `cluster/scaling` decides it. A worker that is not
+needed retires: it stops once its attempts are over, unless it is needed again before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ PROCESSLESS = (WorkerStatus.UNPLACED, WorkerStatus.FAILED, WorkerStatus.STOPPED)
 
 
 def start(run: Run, slots: tuple[WorkerSlot, ...]) -> None:
-    """Record the workers that a new world starts, and those that may start later."""
+    """Record the workers of a new world, and the workers that may start later."""
     state, wanted = run.state, run.config.workers
     _charge(run)
     state.workers = {slot.id: Worker(id=slot.id, host=slot.host, since=run.now) for slot in slots}
@@ -62,12 +61,10 @@ def choose(run: Run) -> str | None:
 
 
 def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> str | None:
-    """Return the worker with the fewest attempts, the first of equal ones; None if
-    there is none, or if each has its share.
-
-    While `awaited` other workers start for the first time, a worker takes only its
-    share of the `at_once` attempts that may run; otherwise the first that is ready
-    would take all of them.
+    """Return the worker with the fewest attempts, or the first of equals; None if there
+    is no worker, or if every worker has its share. While `awaited` other workers start
+    for the first time, a worker takes only its share of the `at_once` attempts that may
+    run; otherwise the first worker that is ready would take all attempts.
     """
     chosen = min(attempts, key=attempts.__getitem__, default=None)
     if chosen is None or not awaited:
@@ -77,8 +74,9 @@ def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> st
 
 
 def _is_awaited(run: Run, worker: Worker) -> bool:
-    """True if the worker should get its share of the attempts once it is ready: when
-    it starts for the first time or, if their number changes, when attempts need it.
+    """True if the worker should get its share of the attempts once it is ready: when it
+    starts for the first time or, if the number of workers changes, when attempts need
+    it.
     """
     if run.config.workers.elastic:
         return worker.status in COMING
@@ -129,7 +127,7 @@ def on_lost(run: Run, event: WorkerLost) -> None:
 
 
 def host_joined(run: Run, host: int) -> None:
-    """Let workers whose host is gone move to this one."""
+    """Let workers whose host is gone move to this host."""
     for worker in run.state.workers.values():
         if worker.displaced:
             worker.candidates.append(host)
@@ -137,7 +135,7 @@ def host_joined(run: Run, host: int) -> None:
 
 def advance(run: Run) -> None:
     """Move workers from hosts that are given up, and to hosts that have joined, and
-    start those for which there is a place now.
+    start the workers for which there is a place now.
     """
     up = run.state.hosts.up
     for worker in run.state.workers.values():
@@ -154,8 +152,8 @@ def advance(run: Run) -> None:
 
 
 def wake(run: Run, worker: Worker) -> None:
-    """Let a worker that retires take attempts again, or start one that has stopped, if
-    there is a place for it.
+    """Let a worker that retires take attempts again, or start a worker that has
+    stopped, if there is a place for it.
     """
     if worker.status is WorkerStatus.RETIRING:
         _enter(run, worker, WorkerStatus.READY)
@@ -181,13 +179,13 @@ def stop_retired(run: Run) -> None:
 
 def _move_back(run: Run) -> None:
     """Drain the next worker that may move to a host that has joined, while the others
-    take attempts, and move it once it has none.
+    take attempts, and move it once it has no attempts.
     """
     workers = run.state.workers.values()
     for worker in workers:
         if not worker.candidates:
             continue
-        if any(one.status is WorkerStatus.STARTING for one in workers):
+        if any(other.status is WorkerStatus.STARTING for other in workers):
             return
         place = bindings.bind_worker(run.config, run.state, worker.id)
         stays = worker.status in PROCESSLESS or worker.status is WorkerStatus.RETIRING
@@ -205,7 +203,7 @@ def _move_back(run: Run) -> None:
 
 def check_timeouts(run: Run) -> None:
     """Restart workers that are not ready in time. A service, which never gives up, also
-    restarts those that have failed.
+    restarts workers that have failed.
     """
     limit = run.config.watchdog.start_s
     for worker in run.state.workers.values():
@@ -235,7 +233,7 @@ def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
 
 
 def _charge(run: Run) -> None:
-    """Count the seconds of all processes since the last change of one."""
+    """Count the seconds of all processes since a process last started or ended."""
     part = run.part(Cluster).scaling
     part.worker_s += processes(run.state) * max(0.0, run.now - part.at)
     part.at = max(part.at, run.now)
@@ -253,8 +251,9 @@ def _stop(run: Run, worker: Worker, reason: str) -> None:
 def _end_attempts(
     run: Run, worker: Worker, error: str, recorded: Sequence[TrajectoryId] | None = None
 ) -> None:
-    """End the worker's attempts. `recorded` are those of which turns are recorded, and
-    None if its host was lost: otherwise each attempt that was running may be the cause.
+    """End the worker's attempts. `recorded` are the attempts that have recorded turns.
+    It is None if the worker's host was lost; otherwise each attempt that was running
+    may be the cause.
     """
     known = set(recorded) if recorded is not None else None
     for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
@@ -288,8 +287,8 @@ def _restart(run: Run, worker: Worker, reason: str) -> None:
 
 
 def _begin(run: Run, worker: Worker, reason: str, *, moves: bool = False) -> None:
-    """Start the next epoch of the worker on its host, or where else there is a place if
-    that host is gone or the worker `moves`.
+    """Start the next epoch of the worker on its host, or on any host with a place if
+    its own is gone or the worker `moves`.
     """
     state = run.state
     if moves or worker.host not in state.hosts.up:

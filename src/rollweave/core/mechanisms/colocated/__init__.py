@@ -1,10 +1,10 @@
 """A colocated run: the trainer and the engines take turns on the same devices.
 
 Engines start without memory for weights and KV, and get it with `LoadWeights`. When the
-batch of a step is complete, they are suspended and give it back; the step begins once
-all have, and no engine loads before its weights are published and the trainer has given
-back its own memory. If the trainer is lost in between, engines that have given theirs
-back wait for it: it trains the batch again.
+batch of a step is complete, the engines are suspended and give their memory back. The
+step begins once all engines have done so, and no engine loads before the step's weights
+are published and the trainer has given back its own memory. If the trainer is lost in
+between, suspended engines wait for it: it trains the batch again.
 """
 
 from collections.abc import Iterator
@@ -50,8 +50,8 @@ class ColocatedPacing(SharedPacing):
 
 
 def _engines_hold_memory(run: Run) -> bool:
-    """True if an engine has, or may have, memory for weights and KV. It starts
-    without.
+    """True if an engine has, or may have, memory for weights and KV. An engine starts
+    without memory.
     """
     holding = (EngineStatus.SERVING, EngineStatus.SUSPENDING, EngineStatus.LOADING)
     return any(engine.status in holding for engine in run.state.engines.values())
@@ -60,8 +60,8 @@ def _engines_hold_memory(run: Run) -> bool:
 def claims_devices(run: Run) -> bool:
     """True if the trainer has the devices, or waits for the engines to give them back.
 
-    It has them from a step until its weights are published, and for a warm-up. A
-    trainer that is restored from a checkpoint needs none.
+    It has them from the beginning of a step until the step's weights are published, and
+    for a warm-up. A trainer that is restored from a checkpoint starts without them.
     """
     state, trainer = run.state, run.state.trainer
     match trainer.status:
@@ -95,7 +95,7 @@ def _joined(run: Run, engine: Engine, _event: EngineJoined) -> None:
 
 
 def check(run: Run) -> None:
-    """Assert that engines and trainer do not have the same devices at once."""
+    """Assert that engines and trainer do not have the same devices at the same time."""
     trains = run.state.trainer.status in (TrainerStatus.MEASURING, TrainerStatus.TRAINING)
     for engine in run.state.engines.values() if run.colocated else ():
         if engine.released:

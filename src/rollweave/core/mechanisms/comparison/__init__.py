@@ -1,7 +1,7 @@
 """Groups whose members pairwise judges compare (`core/policy/comparison`).
 
-When all members of such a group have their other rewards, the chosen ones are compared,
-once; what the judge says replaces their rewards, and decides about the group. The world
+When all members of such a group have their other rewards, the chosen members are
+compared once; the judge's rewards replace theirs, and decide about the group. The world
 asks the judge (`rollout/comparisons`).
 
 Invariant: a group has the status COMPARING if and only if it is in `State.groups`.
@@ -26,14 +26,14 @@ from rollweave.schema.work import StopReason
 class Comparison(msgspec.Struct):
     """The comparisons under way."""
 
-    # maximum seconds for the comparison of each group, with those before it
+    # maximum seconds for the comparison of each group and the comparisons before it
     groups: dict[GroupId, float] = {}
     answered: bool = False  # a pairwise judge has answered, so that its start is over
 
 
 def judged(config: RunConfig) -> bool:
     """True if a task domain has a pairwise judge."""
-    return any(one.pairwise for task in config.tasks for one in config.rewards_of(task.name))
+    return any(reward.pairwise for task in config.tasks for reward in config.rewards_of(task.name))
 
 
 def compare(run: Run, group: Group) -> None:
@@ -46,15 +46,15 @@ def compare(run: Run, group: Group) -> None:
         CompareGroup(
             group_id=group.id,
             task=group.task,
-            rewards={one.id: one.reward or 0.0 for one in chosen},
+            rewards={member.id: member.reward or 0.0 for member in chosen},
             pairs=pairs(len(chosen)),
         )
     )
 
 
 def _longest_comparison_s(run: Run) -> float:
-    """Return the maximum seconds until all groups are compared whose comparison has
-    begun: they may wait for the same judge.
+    """Return the maximum seconds until all comparisons that have begun are done: they
+    may wait for the same judge.
     """
     names = [group.name for group in _comparing(run)]
     return longest_s(
@@ -65,7 +65,7 @@ def _longest_comparison_s(run: Run) -> float:
 
 def _longest_request_s(config: RunConfig, name: str) -> float:
     """Return the maximum seconds of a request to a judge of this task domain."""
-    return max(one.timeout_s for one in config.rewards_of(name) if one.pairwise)
+    return max(reward.timeout_s for reward in config.rewards_of(name) if reward.pairwise)
 
 
 def _comparing(run: Run) -> list[Group]:
@@ -78,8 +78,8 @@ def _comparing(run: Run) -> list[Group]:
 
 
 def _set_limits(run: Run, compared: Iterable[Group]) -> None:
-    """Set the maximum seconds of comparisons, with the start of the judge unless one
-    has answered.
+    """Set the maximum seconds of comparisons. They include the start of the judge
+    unless a judge has answered.
     """
     part = run.part(Comparison)
     starting_s = 0.0 if part.answered else run.config.watchdog.start_s
@@ -88,8 +88,8 @@ def _set_limits(run: Run, compared: Iterable[Group]) -> None:
 
 
 def on_compared(run: Run, event: GroupCompared) -> None:
-    """Replace the members' rewards, and drop members without one. They are not tried
-    again: the judge has been, until its deadline.
+    """Replace the members' rewards, and drop members without a reward. They are not
+    compared again: the judge has been asked repeatedly, until its deadline.
     """
     group, part = run.state.groups.get(event.group_id), run.part(Comparison)
     if group is None or group.status is not GroupStatus.COMPARING:

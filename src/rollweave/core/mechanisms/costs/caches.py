@@ -1,4 +1,4 @@
-"""The contents of the engines' caches, and the costs of prompts at those that sample.
+"""The contents of the engines' caches, and the costs of prompts at engines that sample.
 
 An engine's cache should have the context that it computed last of a trajectory, and the
 prompt of its group. What a prompt costs shows in the times of finished turns
@@ -15,14 +15,14 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.events import TurnDone
 
 REMEMBERED = 0.95
-"""Weight of what is known of a cost as it is observed again: about twenty observations
+"""Weight of the known cost when a new observation is added: about twenty observations
 count.
 """
 
 
 def cached_tokens(run: Run, trajectory: Trajectory, engine: Engine) -> int:
     """Return how many of the first tokens of the trajectory's context the engine should
-    have cached: those of its last turn there, or of the prompt of its group.
+    have cached: the tokens of its last turn there, or of the prompt of its group.
     """
     own = _valid(turn_costs_of(run, trajectory).prefixes.get(engine.id), engine)
     if own >= trajectory.prompt_tokens:
@@ -59,7 +59,7 @@ def _valid(prefix: Prefix | None, engine: Engine) -> int:
 
 
 def record_prefix(run: Run, trajectory: Trajectory, engine: Engine, tokens: int) -> None:
-    """Record that the engine has so many of the first tokens of the context."""
+    """Record that the engine has the first `tokens` tokens of the context."""
     turn_costs_of(run, trajectory).prefixes[engine.id] = Prefix(
         tokens=tokens, epoch=engine.epoch, publication_id=engine.publication_id
     )
@@ -75,7 +75,7 @@ def learn_turn(
     hardware, degree = kind_of(run, engine)
     times = run.part(Costs).turn_times.get(hardware, {}).get(degree)
     if times is not None and times.count and times.estimated_at == times.count:
-        # of turns without prompts, the estimate is a guess, and weighs nothing
+        # the estimate for turns without prompts is a guess, and weighs nothing
         turns = times.turns
         prompts = sum(turn.prompt_tokens for turn in turns)
         by_degree = run.part(Costs).sampling.setdefault(hardware, {})

@@ -1,10 +1,10 @@
 """The cost of sharing a worker (Heddle §5.2, interference factor): seconds per token by
 parallel degree and group size.
 
-A worker's step takes longer the more sequences it decodes, so the rest of a group slows
-its longest member down. `CostTable` is F(size) · T of Heddle's eq. 2 for every degree;
-`tabulate` computes one from measured step times, as the paper does, by simulating
-groups of many sizes. Invariant: a larger group never costs less.
+A worker's step takes longer the more sequences it decodes, so the other members of a
+group slow down its longest member. `CostTable` is F(size) · T of Heddle's eq. 2 for
+every degree; `tabulate` computes one from measured step times, as the paper does, by
+simulating groups of many sizes. Invariant: a larger group never costs less.
 """
 
 import heapq
@@ -22,14 +22,14 @@ Array = npt.NDArray[np.float64]
 Sample = Literal["runs", "spread"]
 
 GRID_RATIO = 1.2
-"""Ratio between simulated group sizes: a table to 6,400 takes about 50 of them, and the
+"""Ratio between simulated group sizes: a table to 6,400 takes about 50 sizes, and the
 curve between them is nearly straight.
 """
 
 RUNS = 5
 """Number of simulated groups per size, evenly from the longest trajectories to the
-shortest. On the simulator's families of Heddle's tasks, 17 of them changed the
-resulting makespan by less than 1 %; 3 instead of 17 did so by 1.5 %.
+shortest. On the simulator's families of Heddle's tasks, 17 groups changed the resulting
+makespan by less than 1 %, and 3 groups by 1.5 %.
 """
 
 FILLINGS = 4
@@ -42,8 +42,8 @@ class CostTable:
     """Seconds per token of a group's longest member, by parallel degree and group size
     1..`largest`.
 
-    Raises ValueError for a degree under 1, seconds that are not finite and positive or
-    that fall as the group grows, and rows of unequal length.
+    Raises ValueError for a degree under 1, for seconds that are not finite and positive
+    or that fall as the group grows, and for rows of unequal length.
     """
 
     def __init__(self, seconds: Mapping[int, Sequence[float]]) -> None:
@@ -117,13 +117,13 @@ def tabulate(
 ) -> CostTable:
     """Return the table for measured step times, by simulating groups (Heddle §5.2).
 
-    All members of a group decode together, and the batch shrinks as they end; those
+    All members of a group decode together, and the batch shrinks as they end; members
     beyond a worker's `slots` queue, the longest first. Seconds per token are the
     group's makespan divided by its longest member. Members come from `lengths` (tokens,
     in any order): a placement makes groups of neighbors in length, so the slowest of
     RUNS `runs` of the sorted list counts; `spread` instead takes an even sample of all
     lengths, whose many short members end soon and make sharing look cheap. Sizes on a
-    geometric grid are simulated, the others are interpolated, and the result is made
+    geometric grid are simulated, other sizes are interpolated, and the result is made
     monotone (running maximum). Raises ValueError for an invalid profile or lengths, and
     for a degree without slots.
     """
@@ -151,7 +151,7 @@ def tabulate(
 def _groups(ordered: Array, size: int, sample: Sample) -> list[Array]:
     """Return groups of `size` members.
 
-    If there are fewer trajectories, each one is used several times.
+    If there are fewer trajectories, each trajectory is used several times.
     """
     total = len(ordered)
     if sample == "spread" or size >= total:
@@ -165,7 +165,7 @@ def _groups(ordered: Array, size: int, sample: Sample) -> list[Array]:
 def descending(lengths: Sequence[float]) -> Array:
     """Return the lengths, longest first.
 
-    Raises ValueError if there are none, or one is not finite and positive.
+    Raises ValueError if there are no lengths, or a length is not finite and positive.
     """
     array = np.asarray(lengths, dtype=np.float64)
     if array.ndim != 1 or not len(array):
@@ -179,13 +179,13 @@ def descending(lengths: Sequence[float]) -> Array:
 
 
 def step_times(measured: Sequence[StepTime], *, largest: int) -> Array:
-    """Return the seconds of a step by batch - 1, for batches of 1..`largest`, none
-    below that of a smaller batch.
+    """Return the seconds of a step, indexed by batch - 1, for batches of 1..`largest`.
+    They never fall as the batch grows.
 
     Measurements are noisy, so this is the least-squares monotone fit (pool adjacent
-    violators), linear between measured batches. It is constant below the smallest one.
-    Beyond the largest one it continues with the slope over the upper half of the
-    measurements, because a single segment would be noise.
+    violators), linear between measured batches. It is constant below the smallest
+    batch. Beyond the largest batch it continues with the slope over the upper half of
+    the measurements, because a single segment would be noise.
     """
     for one in measured:
         if one.batch < 1 or not (math.isfinite(one.seconds) and one.seconds > 0):
@@ -271,15 +271,14 @@ def _queue_ends(lengths: Array, slots: int) -> Array:
 
 
 def _level_ends(lengths: Array, slots: int) -> Array:
-    """Return nearly the same: the longest members have a slot each as long as they
-    exceed the level to which the rest fill the others.
-
+    """Return nearly the same as `_queue_ends`: each of the longest members has a slot
+    of its own as long as it exceeds the level to which the rest fill the other slots.
     Half of the shortest length is added to that level, because slots end within one
     last member of each other.
     """
     rest = lengths.sum() - np.concatenate(([0.0], np.cumsum(lengths[: slots - 1])))
     levels = rest / np.arange(slots, 0, -1)
-    # at the latest the last slot, whose rest includes its own longest
+    # at the latest the last slot, whose rest includes its own longest member
     alone = int(np.argmax(levels >= lengths[:slots]))
     level = levels[alone] + lengths[-1] / 2
     return np.concatenate((np.maximum(lengths[:alone], level), np.full(slots - alone, level)))

@@ -1,22 +1,22 @@
-"""Initial placement of trajectories (Heddle §5.2): a partition of the list sorted by
-length over workers, of least makespan.
+"""Initial placement of trajectories (Heddle §5.2): the list sorted by length is divided
+among the workers with the least makespan.
 
 A group costs its longest member's length times the seconds per token of its size on its
 worker (eq. 2, `CostTable`). Because the cost depends on nothing else, some best
 partition cuts the sorted list into contiguous groups (Lemma 5.1; it also holds for
 workers of mixed degrees, whose order along the list is then part of the problem).
 
-The search needs no table of sub-problems. Of costs it needs only that a group's cost
-never falls as it gets more members, or longer ones (`Groups`; `mechanisms/lengths/work`
-is another). For a bound M on the makespan, how far a worker reaches from position k of
-the list is one bisection, and never decreases in k; so covering the most of the list
-with each set of workers is best whatever follows, and "does M suffice?" costs one pass
-over the sets. The least M is then searched exactly: a bound that suffices is lowered to
-what its partition achieves, one that does not is raised to the next value at which any
-worker would reach further, until both meet. Invariant: costs are compared exactly as
-the makespan is computed, so the result is the minimum to the bit. Where the makespan
-leaves freedom, spans are levelled, so that no worker is full while another one is
-empty.
+The search needs no table of sub-problems. It needs only that a group's cost never falls
+as the group gets more or longer members (`Groups`; `mechanisms/lengths/work` has
+another such cost). For a bound M on the makespan, one bisection finds how far a worker
+reaches from position k of the list, and the reach never decreases in k. So covering as
+much of the list as possible with each set of workers is best whatever follows, and
+"does M suffice?" costs one pass over the sets. The least M is then searched exactly: a
+bound that suffices is lowered to the makespan of its partition, a bound that does not
+suffice is raised to the next value at which any worker would reach further, until both
+meet. Invariant: costs are compared exactly as the makespan is computed, so the result
+is the minimum to the bit. Where the makespan leaves freedom, spans are levelled, so
+that no worker is full while another one is empty.
 """
 
 import math
@@ -28,20 +28,20 @@ from rollweave.core.mechanisms.costs.interference import CostTable, descending
 from rollweave.schema.base import Struct
 
 Moves = Sequence[Sequence[tuple[int, int]]]
-"""Sets of workers as nodes of a graph: for each node, the (degree, node) pairs that one
-more worker leads to. Every move leads to a later node; node 0 is the empty set. A node
-that can be reached from it can reach the last node, all workers; other nodes have no
-moves.
+"""Sets of workers as nodes of a graph: for each node, the (degree, node) pairs to which
+one more worker leads. Every move leads to a later node. Node 0 is the empty set, the
+last node is all workers. A node that can be reached from node 0 can reach the last
+node; other nodes have no moves.
 """
 
 EXACT_STATES = 4096
-"""Maximum number of distinct sets of workers of mixed degrees, for about 0.1 s. Beyond
-it, equal degrees stay together along the list.
+"""Maximum number of distinct sets of workers of mixed degrees, which takes about 0.1 s.
+Beyond it, equal degrees stay together along the list.
 """
 
 ORDERED_KINDS = 6
 """Maximum number of different degrees whose orders (720) are all searched. Beyond it,
-they descend along the list.
+degrees descend along the list.
 """
 
 
@@ -73,15 +73,14 @@ class Groups(Protocol):
 
     def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
         """Return the last end for which the group costs at most `bound`, and the cost
-        of the next group beyond it (infinite at the end).
-
-        Of groups of equal cost the largest is meant. The end is `start` itself if not
-        even one trajectory is within the bound.
+        of the next larger group (infinite at the end of the list). Of groups of equal
+        cost, the largest counts. The end is `start` itself if not even one trajectory
+        is within the bound.
         """
 
 
 class Path(Struct, frozen=True, kw_only=True):
-    """Workers in their order along the sorted list, and the end of each one's span."""
+    """Workers in order along the sorted list, and the end of each worker's span."""
 
     degrees: tuple[int, ...]
     ends: tuple[int, ...]
@@ -128,8 +127,8 @@ def check_workers(trajectories: int, workers: Sequence[int]) -> None:
 
 
 def _to_workers(path: Path, workers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the path's spans by worker: of equal workers, the earlier gets the longer
-    ones.
+    """Return the path's spans by worker: of equal workers, the earlier one gets longer
+    trajectories.
     """
     waiting: dict[int, list[tuple[int, int]]] = {}
     for degree, span in zip(path.degrees, path.spans, strict=True):
@@ -144,12 +143,12 @@ def in_order(degrees: Sequence[int]) -> Moves:
 
 
 def by_degree(counts: dict[int, int]) -> Moves:
-    """Return the moves of degrees in any order along the list, equal ones together:
-    sets of whole degrees, and the runs between them.
+    """Return the moves of degrees in any order along the list, with equal degrees
+    together. Nodes are sets of whole degrees, and the runs between such sets.
     """
     kinds = list(counts)
     moves: list[list[tuple[int, int]]] = []
-    # of a set of kinds: the (node, degree) that lead to it
+    # set of kinds → the (node, degree) pairs that lead to it
     entries: dict[int, list[tuple[int, int]]] = {0: []}
     for chosen in range(1 << len(kinds)):
         here = len(moves)
@@ -171,7 +170,7 @@ def by_counts(counts: dict[int, int]) -> Moves:
     """Return the moves of workers in any order along the list; a node is the number of
     workers used of each degree.
     """
-    # degree, its workers, nodes between n and n + 1 of them used
+    # degree, number of its workers, nodes between using n and n + 1 of these workers
     strides: list[tuple[int, int, int]] = []
     nodes = 1
     for degree, count in counts.items():
@@ -188,7 +187,8 @@ def by_counts(counts: dict[int, int]) -> Moves:
 
 
 class ByTable:
-    """Groups by eq. 2, of `lengths` in tokens, in any order.
+    """Groups of trajectories with these `lengths` (tokens, in any order), which cost as
+    in eq. 2.
 
     Raises ValueError for lengths that are not finite and positive, and for a table
     shorter than the list.
@@ -240,17 +240,16 @@ class Problem:
         self.groups = groups
 
     def least(self, moves: Moves, *, known: Path | None = None) -> Path:
-        """Return the path over all `moves` of least makespan.
-
-        `known` is a path over them at which the search starts.
+        """Return the path of least makespan over all `moves`. The search starts from
+        the path `known`, if given.
         """
         degrees = sorted({degree for some in moves for degree, _ in some})
-        # the longest runs somewhere
+        # some worker runs the longest trajectory
         low = min(self.groups.seconds(degree, 0, 1) for degree in degrees)
         best, bound = known, low
         if best is not None:
             bound = max(low, math.nextafter(best.makespan_s, 0.0))
-        # Everything below `low` is too little, and `best` is possible.
+        # No makespan below `low` is possible, and the makespan of `best` is.
         while best is None or low < best.makespan_s:
             path, following = self._within(bound, moves)
             if path is not None:
@@ -285,8 +284,8 @@ class Problem:
         return None, following
 
     def level(self, path: Path) -> Path:
-        """Return the same workers and makespan, with each end between the earliest and
-        the latest possible one, the later the worker the later its end.
+        """Return a path with the same workers and makespan, whose ends lie between the
+        earliest and the latest possible ends: the later the worker, the later its end.
         """
         bound, earliest = path.makespan_s, [0] * len(path.degrees)
         end = self.groups.total
@@ -318,8 +317,8 @@ class Problem:
         return high
 
     def _path(self, node: int, moves: Moves, reach: list[int], came: list[tuple[int, int]]) -> Path:
-        """Return the path through `node`, where the list ends; the workers that are
-        left stay empty.
+        """Return the path through `node`, where the list ends. The remaining workers
+        stay empty.
         """
         degrees: list[int] = []
         ends: list[int] = []

@@ -2,13 +2,13 @@
 themselves when they joined or, for engines that do not measure themselves, from the
 turns that they have finished (`core/policy/turn_times`).
 
-A kind is a class of engines and a parallel degree. The class is the pool through which
-an engine found its place or, if it may be on any host, the pools of that host; followed
-by the inference server, if it has one. An engine that a client of a service registered
-is a class by itself.
+A kind is a class of engines and a parallel degree. The class names the pool through
+which an engine found its place or, if it may be on any host, the pools of its host;
+then the inference server, if the engine has one. An engine that a client of a service
+registered is a class by itself.
 
 Invariant: all engines of an unmeasured kind have the same rate, apart from their slots
-and KV: that of another kind until enough of their turns are done.
+and KV. Until enough of their turns are done, it is the rate of another kind.
 """
 
 from collections import Counter
@@ -36,13 +36,13 @@ from rollweave.core.state import Engine, Trajectory, Turn
 from rollweave.schema.events import StepTime, TurnDone
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
-"""Step times of an engine of which nothing is known: only comparisons between equal
-engines are meaningful.
+"""Step times of an unknown engine: only comparisons between equal engines are
+meaningful.
 """
 
 NEW_RATE = 0.1
-"""Relative change of a step's estimated time from which trajectories are placed
-anew.
+"""Minimum relative change of a step's estimated time after which trajectories are
+placed again.
 """
 
 
@@ -73,8 +73,8 @@ def prevailing_hardware(run: Run) -> str:
 
 
 def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
-    """Return a number for each kind of these engines, which have joined: its degree if
-    all are of one class, otherwise a number that is greater for faster kinds.
+    """Return a number for each kind of these engines, which have joined: the degree if
+    all engines are of one class, otherwise a number that is greater for faster kinds.
     """
     kinds = {kind_of(run, engine): rate_of(run, engine) for engine in engines}
     if len({hardware for hardware, _ in kinds}) <= 1:
@@ -86,8 +86,8 @@ def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
 
 
 def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
-    """Record the rate of an engine that is ready, and the profile that it measured of
-    itself, if it did.
+    """Record the rate of an engine that is ready, and its own measured profile, if it
+    has one.
     """
     costs_of(run, engine).measured = bool(profile)
     if profile:
@@ -132,8 +132,8 @@ def _set_costs(
 
 
 def _known_profile(run: Run, engine: Engine) -> Sequence[StepTime]:
-    """Return the profile of the engine's kind. While it is not known, it is assumed
-    that the engine costs as much as others, of its degree if possible.
+    """Return the profile of the engine's kind. While the profile is not known, the
+    engine is assumed to cost as much as other engines, of its degree if possible.
     """
     known = measured_of(run, engine)
     if known is None:
@@ -207,11 +207,10 @@ def learn_turn(
 ) -> None:
     """Learn from a finished turn what the steps of an unmeasured engine cost, or what
     its domain costs in its pool. The engine has just been charged for it. The turn's
-    time is the newest one if it is comparable with those of others.
-
-    Left out are turns that have begun elsewhere, whose tokens may be of another engine
-    (apart from their prompts), and those during which the engine did not serve, because
-    it loaded weights.
+    time becomes the newest time if it is comparable with the times of other turns. It
+    is not if the turn began elsewhere, because its tokens may be another engine's
+    (apart from its prompt), nor if the engine stopped serving during the turn to load
+    weights.
     """
     part, costs = run.part(Costs), costs_of(run, engine)
     part.newest = None
@@ -261,10 +260,9 @@ def _differ(former: Sequence[StepTime], profile: Sequence[StepTime]) -> bool:
 
 
 def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Kind]) -> Groups:
-    """Return the cost of groups of these trajectories on engines of these kinds, by
-    number.
-
-    `works` are the tokens to sample and the KV token steps, the longest first.
+    """Return the cost of groups of these trajectories on engines of `kinds`, which maps
+    numbers to kinds. `works` are the tokens to sample and the KV token steps, the
+    longest first.
     """
     known = run.part(Costs).measured
     measured = {
@@ -298,15 +296,15 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Ki
 
 def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:
     """The points of the profile with the shortest context: eq. 2 ignores contexts, and
-    only this one is measured at every batch size.
+    only the shortest context is measured at every batch size.
     """
     context = min(point.context for point in profile)
     return [point for point in profile if point.context == context]
 
 
 def rate_of(run: Run, engine: Engine) -> Rate:
-    """The rate of an engine that has joined: what it needs for a group by the work in
-    it.
+    """The rate of an engine that has joined: the seconds that it needs for a group, by
+    the group's work.
     """
     known = costs_of(run, engine).rate
     assert known is not None, "an engine that takes turns has joined"

@@ -11,9 +11,9 @@ from rollweave.schema.events import StepTime
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of an engine so far: the number of its turns, and of the tokens of their
-    contexts, summed over the seconds until `at`, and the prompt tokens that it computed
-    for turns that are done.
+    """The use of an engine so far: the number of its turns and the tokens of their
+    contexts, both summed over the seconds until `at`, and the prompt tokens that it
+    computed for turns that are done.
     """
 
     at: float = 0.0
@@ -40,10 +40,8 @@ class Spent(msgspec.Struct):
 
 
 class Measured(msgspec.Struct):
-    """The costs of the engines of one kind: measured by themselves, or estimated from
-    finished turns.
-
-    They are kept when the last of these engines is gone.
+    """The costs of the engines of one kind: measured by the engines, or estimated from
+    finished turns. The costs are kept when the last engine of the kind is gone.
     """
 
     profile: tuple[StepTime, ...]
@@ -78,7 +76,7 @@ class Costs(msgspec.Struct):
     # of engines that do not measure themselves
     turn_times: dict[str, dict[int, TurnTimes]] = {}
     sampling: dict[str, dict[int, Spent]] = {}  # on prompts, at engines that sample
-    # the time of the turn that is done, if it is comparable with those of others
+    # the time of the turn that is done, if it is comparable with other turns' times
     newest: TurnTime | None = None
 
 

@@ -1,5 +1,5 @@
-"""The lengths of trajectories: what is expected of them, and the ranks of turns that
-follow from that (Heddle §4).
+"""The lengths of trajectories: estimates of them, and the ranks of turns that follow
+from the estimates (Heddle §4).
 """
 
 from rollweave.core.mechanisms.lengths import estimates, index, ranks

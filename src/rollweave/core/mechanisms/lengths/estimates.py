@@ -1,9 +1,9 @@
 """Estimates of the trajectories' lengths. A prediction is requested when the
 environment has answered, and is never waited for.
 
-Every trajectory has an estimate at any time: the last prediction less what was sampled
-since, and before the first one the mean of its task domain. A predictor that is slow,
-fails or is gone affects only the quality of the estimates (Heddle §4.1).
+Every trajectory has an estimate at any time: the last prediction less the tokens
+sampled since, or the mean of its task domain before the first prediction. A predictor
+that is slow, fails or is gone affects only the quality of the estimates (Heddle §4.1).
 """
 
 import math
@@ -25,8 +25,8 @@ published set-ups.
 """
 
 MEAN_WEIGHT = 0.05
-"""Weight of a new value in the running means of a task domain, which cover the last
-twenty or so.
+"""Weight of a new value in the running means of a task domain, which cover about the
+last twenty values.
 """
 
 MAX_ESTIMATE = 1 << 24
@@ -78,8 +78,8 @@ def learn_request(run: Run, trajectory: Trajectory, turn: Turn) -> None:
 def learn_turn(
     run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine, event: TurnDone
 ) -> None:
-    """Learn from a turn that is over; not of its times if it was sampled, and learned
-    from, before the controller was lost.
+    """Learn from a turn that is over. Its times are ignored if they were already
+    learned before the controller was lost.
     """
     stats, work = domain_of(run, trajectory), work_of(run, trajectory)
     if not event.replayed:
@@ -111,9 +111,10 @@ def revise_outrun(run: Run) -> list[Trajectory]:
     """If a turn has already outrun the trajectory's whole estimate, assume that it is
     half done. Return the trajectories whose estimate has changed.
 
-    Turns have a long tail themselves and do not report how far they are, so the mean
-    speed of the task domain stands in. The time that a turn waits on its engine counts
-    too, which helps those that were wrongly taken for short and wait behind others.
+    Turns have a long tail themselves and do not report their progress, so it is
+    estimated from the mean speed of the task domain. The time that a turn waits on its
+    engine counts too, which helps trajectories that were wrongly taken for short and
+    wait behind others.
     """
     if not run.scheduling.predicts:
         return []
@@ -138,7 +139,7 @@ def revise_outrun(run: Run) -> list[Trajectory]:
 
 
 def finish_attempt(run: Run, trajectory: Trajectory) -> None:
-    """Record that the attempt samples no more: its own end has come."""
+    """Record that the attempt samples no more, because it has ended by itself."""
     group = run.state.groups[trajectory.group_id]
     if trajectory.output_tokens and group.purpose is not Purpose.EVAL:
         stats = domain_of(run, trajectory)
@@ -151,7 +152,7 @@ def finish_attempt(run: Run, trajectory: Trajectory) -> None:
 
 
 def cut_attempt(run: Run, trajectory: Trajectory) -> None:
-    """Record that the attempt samples no more: it was cut off."""
+    """Record that the attempt samples no more, because it was cut off."""
     _harvest(run, trajectory, None)
 
 
@@ -169,7 +170,7 @@ def _harvest(run: Run, trajectory: Trajectory, output_tokens: int | None) -> Non
 
 def _context_growth(trajectory: Trajectory) -> int:
     """Tokens added to the trajectory's context; 0 if an agent program has begun a
-    shorter one since.
+    shorter context since.
     """
     return max(0, trajectory.context_tokens - trajectory.prompt_tokens)
 

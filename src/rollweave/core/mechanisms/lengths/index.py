@@ -2,9 +2,9 @@
 pool, and the work that remains for each engine's assigned trajectories.
 
 Derived from the state (`Work.estimate`, `kv_token_steps` and `assigned_engine`) and
-never written to a snapshot; `check` compares with a fresh index. A rank is a position
-in one sorted list: a change costs a search and a move in memory, microseconds for
-10,000 trajectories.
+never written to a snapshot; `check` compares the index with a fresh one. A rank is a
+position in one sorted list: a change costs a search and a move in memory, microseconds
+for 10,000 trajectories.
 """
 
 from bisect import bisect_left, insort
@@ -25,14 +25,14 @@ ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN)
 
 KvPlace = tuple[int, float, TrajectoryId, int]
 """(−length bucket if ranks are buckets, launch time, id, tokens): the order in which
-residents claim an engine's KV cache, and how much each claims.
+residents claim an engine's KV cache, and how much of it a resident claims.
 """
 
 
 @dataclass(slots=True)
 class EngineWork:
     """The tokens that an engine's assigned trajectories have yet to sample, and the KV
-    tokens that their contexts will occupy, summed over these.
+    tokens that their contexts will occupy, summed over the tokens to sample.
     """
 
     remaining: list[Key] = field(default_factory=list)
@@ -146,8 +146,8 @@ class LengthIndex:
         )
 
     def rank(self, trajectory_id: TrajectoryId) -> int:
-        """Return the position of the trajectory by predicted length among those that
-        prefer its pool; 0 is the longest.
+        """Return the position of the trajectory by predicted length among the
+        trajectories that prefer its pool; 0 is the longest.
         """
         entry = self._entries[trajectory_id]
         return bisect_left(self.keys[entry.pool], entry.rank)

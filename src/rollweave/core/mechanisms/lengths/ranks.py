@@ -28,7 +28,7 @@ def rank_of(run: Run, trajectory: Trajectory, turn: Turn) -> float:
 
 
 def set_rank(run: Run, trajectory: Trajectory, turn: Turn) -> None:
-    """Set the rank of a turn that joins a queue, or moves in one."""
+    """Set the rank of a turn that joins a queue, or moves within a queue."""
     turn.rank = rank_of(run, trajectory, turn)
 
 
@@ -94,7 +94,7 @@ def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: 
 
 
 def check_ranks(run: Run) -> None:
-    """Promote overtaken turns, and those that have outrun their estimates."""
+    """Promote overtaken turns, and turns that have outrun their estimates."""
     promote_overdue(run)
     for trajectory in estimates.revise_outrun(run):
         rerank(run, trajectory)

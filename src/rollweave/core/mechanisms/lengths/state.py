@@ -1,4 +1,4 @@
-"""The expected lengths of trajectories, and the engines that have them."""
+"""The expected lengths of trajectories, and the engines that have the trajectories."""
 
 import msgspec
 

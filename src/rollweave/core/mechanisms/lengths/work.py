@@ -1,12 +1,12 @@
-"""The time that an engine takes for a group of trajectories, by their work: a cost
-beside eq. 2's, closer to real engines.
+"""The time that an engine takes for a group of trajectories, by their work: an
+alternative to the cost of eq. 2 that is closer to real engines.
 
 Eq. 2 describes a group by its size and its longest member. Here a step has a fixed
 part, a part per sequence, and a part per token of their contexts, and the number of
-steps is the largest of three: those of the longest member; those that a batch of
-`slots` needs for all tokens; those that the KV cache needs, where each token occupies
-its context for a step. Batches that shrink as members end, queueing beyond the slots,
-and contexts beyond the KV cache are all covered, in closed form.
+steps is the largest of three: the steps of the longest member; the steps for all tokens
+in batches of `slots`; the steps for which the KV cache suffices, where each token
+occupies its context for a step. Batches that shrink as members end, queueing beyond the
+slots, and contexts beyond the KV cache are all covered, in closed form.
 
 A group's cost never falls when a member is added, nor when members grow;
 `mechanisms/costs/placement` needs this to find the best partition into groups that are
@@ -63,8 +63,8 @@ def rate(profile: Sequence[StepTime], *, slots: int, kv_tokens: int) -> Rate:
         / seconds[:, None]
     )
     best, least = np.zeros(3), np.inf
-    # The best fit is the plain one of the columns that it uses, so all choices of three
-    # columns are tried.
+    # The best non-negative fit is the unconstrained fit of the columns that it uses, so
+    # all choices of three columns are tried.
     for used in itertools.product((True, False), repeat=3):
         prices = np.zeros(3)
         prices[list(used)] = np.linalg.lstsq(columns[:, used], np.ones(len(seconds)), rcond=None)[0]
@@ -116,8 +116,8 @@ class ByWork:
         self._limits = {degree: self._sums(rate) for degree, rate in rates.items()}
 
     def _sums(self, rate: Rate) -> tuple[list[float], ...]:
-        """Return, for groups that begin with the list, the seconds of each of the three
-        needs by their end, without the longest member's.
+        """Return, by the group's end, the seconds of each of the three needs for groups
+        that begin with the list, without the longest member's own steps.
         """
         both = list(zip(self._tokens, self._held, strict=True))
         parts = [tokens * rate.sequence_s + held * rate.context_s for tokens, held in both]

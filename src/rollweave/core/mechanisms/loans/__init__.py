@@ -2,8 +2,8 @@
 
 A borrowed engine is an engine like any other. It joins in the middle of a step, loads
 weights while the run's own engines continue, takes turns only with weights that are at
-least as new as theirs (`core/fleet`), and leaves at once when its lender asks for it:
-its turns continue elsewhere. It is never restarted: another lender takes its place.
+least as new as theirs (`core/fleet`), and leaves immediately when its lender asks for
+it: its turns continue elsewhere. It is never restarted: another lender takes its place.
 
 Invariants: a lender has at most one engine of the run, and the run has no more borrowed
 engines than `loans.engines`.
@@ -38,7 +38,9 @@ def used(config: RunConfig) -> bool:
 
 
 def on_reported(run: Run, event: LendersReported) -> None:
-    """Renew leases, give back what must be, and borrow what may be."""
+    """Renew leases, give back the engines that must leave, and borrow the engines that
+    may join.
+    """
     if run.state.phase is not Phase.RUNNING:
         return
     name = run.config.run.name
@@ -100,8 +102,8 @@ def _borrowed(run: Run) -> list[Engine]:
 
 
 def check(run: Run) -> None:
-    """Assert that the run has no more engines than it may borrow, and that these have
-    new weights when they take turns.
+    """Assert that the run has no more borrowed engines than it may have, and that they
+    have new weights when they take turns.
     """
     engines = _borrowed(run)
     lenders = [engine.lender for engine in engines]

@@ -1,5 +1,5 @@
-"""The engines that there are, and where: those that join and leave, and the places of
-engines and of the trainer's ranks on hosts and their devices.
+"""The engines of a run, which may join and leave, and the places of engines and of the
+trainer's ranks on hosts and their devices.
 """
 
 from rollweave.core.mechanisms.membership import joining

@@ -1,8 +1,8 @@
 """Bind engines, trainer ranks and rollout workers to hosts and their devices, as
 `core/policy/binding` decides.
 
-Without [cluster] this machine is the only host, or, with `weights.relays`, stands for
-that many hosts with a relay each. In a colocated run, engines and ranks are bound
+Without [cluster] this machine is the only host or, with `weights.relays`, stands for
+that number of hosts, each with a relay. In a colocated run, engines and ranks are bound
 independently of each other, and so to the same devices, at the beginning and after the
 loss of a host. Each GPU then has at most one rank, and never more engines than the
 memory estimate counted on it (`engine_limits`).
@@ -26,9 +26,8 @@ TRAINER = "trainer"
 def one_machine(
     relays: int, pools: Iterable[str] = (), devices: Sequence[int] = ()
 ) -> tuple[HostSlot, ...]:
-    """Return the hosts of a run on one machine: one for each relay, and at least one.
-
-    All of them belong to `pools`; the GPUs `devices` are divided among them.
+    """Return the hosts of a run on one machine: a host for each relay, and at least one
+    host. All hosts belong to `pools`; the GPUs `devices` are divided among the hosts.
     """
     count = max(1, relays)
     return tuple(
@@ -78,7 +77,7 @@ def groups_on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> list[int]:
 
 def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]]) -> str:
     """Return the rule that is broken if two ranks of the trainer share a GPU, which
-    NCCL does not support; "" if none do.
+    NCCL does not support; "" if no ranks share a GPU.
 
     A place is the host of a rank and its devices there.
     """
@@ -114,12 +113,10 @@ def engine_limits(
 
 
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
-    """Return the engine with its place beside all bound processes; None if there is
-    none.
-
-    It shares no GPU, whose memory may not suffice, in a run that began without sharing.
-    In a colocated run it shares none with more engines than the run began with there;
-    the ranks of the trainer, which have the GPU in turn, do not count.
+    """Return the engine with a place next to all bound processes; None if there is no
+    place. In a run that began without sharing, the engine shares no GPU, whose memory
+    may not suffice. In a colocated run, no GPU gets more engines than it had at the
+    beginning; the ranks of the trainer, which take turns on the GPU, do not count.
     """
     hosts = list(state.hosts.up.values())
     bound = _bound(config, state, ranks=not config.trainer.colocated)
@@ -137,9 +134,9 @@ def bind_workers(
     engines: Iterable[EngineSlot],
     ranks: Sequence[RankSlot] = (),
 ) -> tuple[tuple[WorkerSlot, ...], list[Unbound]]:
-    """Return the rollout workers with their places beside these engines and ranks of
-    the trainer, and the processes without a place: of all workers that there may be at
-    once.
+    """Return the rollout workers with their places next to these engines and ranks of
+    the trainer, and the processes without a place. All workers that may exist at the
+    same time are included.
     """
     bound = _bound_ranks(config, {host.number: host for host in hosts}, ranks)
     bound += [
@@ -152,8 +149,8 @@ def bind_workers(
 
 
 def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
-    """Return the host for a worker beside all bound processes; None if there is
-    none.
+    """Return the host for a worker next to all bound processes; None if no host has
+    room.
     """
     hosts = list(state.hosts.up.values())
     bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(config, state, ranks=True))
@@ -161,9 +158,9 @@ def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
 
 
 def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
-    """Return the places of the trainer's ranks beside the engines: the present places,
+    """Return the places of the trainer's ranks next to the engines: the present places,
     unless one of their hosts is lost. Empty if some rank has no place. In a colocated
-    run the engines do not count, which have their GPUs in turn.
+    run the engines do not count, because they take turns on the GPUs.
     """
     present, hosts = state.hosts.ranks, list(state.hosts.up.values())
     if all(rank.host in state.hosts.up for rank in present):
@@ -193,7 +190,7 @@ def _within_limits(
     hosts: Iterable[HostSlot], bound: Iterable[Binding], limits: Mapping[int, Mapping[int, int]]
 ) -> list[HostSlot]:
     """Return the hosts without the devices that have as many processes as their limit.
-    That of a host which has joined later is the highest of all limits. Without limits,
+    The limit of a host that joined later is the highest of all limits. Without limits,
     as in a run that is not colocated, it is 1.
     """
     used = Counter((binding.host, device) for binding in bound for device in binding.devices)
@@ -295,8 +292,8 @@ def _bound_ranks(
 
 
 def _pool_of(config: RunConfig, pool: str | None, host: HostSlot | None) -> str:
-    """Return the pool through which a process that names `pool` is on this host: the
-    first of the pool and its fallbacks to which the host belongs.
+    """Return the pool through which a process that names `pool` is on this host. It is
+    the first pool among `pool` and its fallbacks to which the host belongs.
     """
     pools = config.pools_of(pool) if host is not None else ()
     return next((name for name in pools if host is not None and name in host.pools), "")

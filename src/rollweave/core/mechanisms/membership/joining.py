@@ -1,7 +1,7 @@
-"""Engines that join and leave during a run, and those that lose their places.
+"""Engines that join and leave during a run, and engines that lose their places.
 
-Invariant: an engine that was withdrawn is gone in later worlds, too, and one that has
-joined returns in them.
+Invariant: an engine that was withdrawn stays gone in later worlds, and an engine that
+has joined returns in later worlds.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdraw
 
 def replaced(run: Run, former: Mapping[EngineId, Engine]) -> None:
     """Begin with the engines and hosts of a new world. Engines that were leaving the
-    `former` one have gone with it.
+    `former` world have gone with it.
     """
     state, hosts, part = run.state, run.state.hosts, run.state.membership
     for engine in former.values():
@@ -62,12 +62,12 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
 
 
 def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
-    """Start this engine where there is a place, or once there is one."""
+    """Start this engine where there is a place, or once there is a place."""
     place(run, slot, Unplaced(degree=slot.degree, group=slot.group, joined=joined))
 
 
 def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
-    """Start an engine that had no place; it waits again if there is still none."""
+    """Start an engine that had no place; it waits again if there is still no place."""
     if not start(run, slot, joined=engine.joined, moved=engine.moved):
         run.state.hosts.unplaced.append(engine)
 
@@ -97,7 +97,7 @@ def start(run: Run, slot: EngineSlot, *, joined: bool = False, moved: bool = Fal
 
 
 def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
-    """Mark the engine as leaving: `remove_drained` removes it when it may.
+    """Mark the engine as leaving: `remove_drained` removes it when it has drained.
 
     In training the last engine stays.
     """
@@ -117,10 +117,8 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
 
 def remove_drained(run: Run) -> None:
     """Drain engines that leave, in mode decoupled once their trajectories are over.
-    Remove those that have drained.
-
-    If all others were lost in the meantime, a training run keeps the engine that was to
-    leave.
+    Remove the engines that have drained. If all others were lost in the meantime, a
+    training run keeps the engine that was to leave.
     """
     state = run.state
     for engine in [state.engines[engine_id] for engine_id in run.fleet.departing]:
@@ -191,7 +189,7 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
     elsewhere.
 
     Relays that fetch weights from it find another source. A host `returns` if it may
-    join again, as a lost one may.
+    join again, as a lost host may.
     """
     state = run.state
     run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
@@ -202,8 +200,8 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
 
 
 def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) -> None:
-    """Remove an engine that has lost its place; unless it was departing, it
-    starts elsewhere. It waits for a host that `returns`, if there is no place.
+    """Remove an engine that has lost its place; unless it was departing, it starts
+    elsewhere. If there is no place, it waits for a host that `returns`.
     """
     if not (engine.departing or engine.lender):
         run.state.hosts.unplaced.append(
@@ -220,8 +218,8 @@ def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) ->
 
 
 def end_if_last(run: Run, engine: Engine, reason: str) -> None:
-    """End the run if the removed engine was the last one, unless another is planned,
-    has a place, or waits for a host that may return.
+    """End the run if the removed engine was the last one, unless another engine is
+    planned, has a place, or waits for a host that may return.
     """
     state = run.state
     if state.serving or any(

@@ -1,7 +1,7 @@
-"""The engines that a run begins with, and those that may join or leave it later.
+"""The engines that a run begins with, and the engines that may join or leave it later.
 
 Invariant: no engine number is used twice in a run, so that a late message about a
-former engine is not taken for one about another.
+former engine is not attributed to another engine.
 """
 
 import itertools
@@ -17,10 +17,9 @@ from rollweave.schema.events import EngineSlot
 
 def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
     """Return the configured engines, placed on one machine. With [allocation]: one
-    engine of each degree as far as the budget allows, and the rest of the budget in the
-    smallest ones.
-
-    Every degree that fits beside smaller ones is thus measured before the first plan.
+    engine of each degree as far as the budget allows, and engines of the smallest
+    degree for the rest of the budget. So every degree that fits next to smaller degrees
+    is measured before the first plan.
     """
     if config.allocation is not None:
         engines = [(degree, 0) for degree in _initial_degrees(config.allocation)]
@@ -40,11 +39,10 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
 
 
 def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
-    """Return the engines with which a new or restarted world begins: the configured
-    ones that were not withdrawn, and those that joined, placed on one machine.
-
-    With [allocation]: those that the run has or was about to start. If they no longer
-    fit the configuration, the fleet begins as in a new run.
+    """Return the engines with which a new or restarted world begins, placed on one
+    machine: the configured engines that were not withdrawn, and the engines that
+    joined. With [allocation]: the engines that the run has or was about to start. If
+    they no longer fit the configuration, the fleet begins as in a new run.
     """
     if config.allocation is not None:
         return _on_one_machine(config, _planned(config, config.allocation, state))

@@ -1,19 +1,20 @@
 """Prefill and decoding on different engines (RollArt §6.3): which prompts prefill
 engines compute, and what prompts cost there.
 
-A turn belongs to the engine that samples it, which it occupies from its dispatch. If a
-prefill engine computes its prompt, the turn is dispatched twice: to that engine, and,
-once the KV has moved (`placement/transfers`), to its own. Whatever goes wrong before
-ends in the second dispatch, for which the engine computes what it lacks. So a turn is
-sampled whole by one engine, and its tokens are those of a run without prefill engines.
+A turn belongs to the engine that samples it, and occupies this engine from its
+dispatch. If a prefill engine computes its prompt, the turn is dispatched twice: to the
+prefill engine and, once the KV has moved (`placement/transfers`), to its own engine. If
+anything goes wrong before, the second dispatch follows, and the engine computes the KV
+that it lacks. So a turn is sampled whole by one engine, and its tokens are the same as
+in a run without prefill engines.
 
-`core/policy/disaggregation` decides. It gets what engines should have cached
-(`costs/caches`). What a prompt costs at prefill engines shows in the seconds for which
-they are busy; at others, in the times of finished turns. A cost that is unknown is
-assumed to be the other one.
+`core/policy/disaggregation` decides. It is given the tokens that engines should have
+cached (`costs/caches`). The cost of a prompt is learned at prefill engines from the
+seconds for which they are busy, and at other engines from the times of finished turns.
+If only one of the two costs is known, the other is assumed to be equal.
 
 Invariants: a prefill engine has no turns, only prompts; a turn whose prompt is computed
-or moves is on an engine that samples, and on no other.
+or moves is on an engine that samples, and on no other engine.
 """
 
 import msgspec
@@ -37,14 +38,14 @@ from rollweave.schema.config.engines import BLOCK_TOKENS
 from rollweave.schema.events import PrefillDone, WorldLost
 
 UNKNOWN_S = 1.0
-"""Seconds of a prompt's token as long as none was observed anywhere: far more than any
-transfer, which is thus tried.
+"""Seconds of a prompt's token until its cost is observed anywhere: far more than any
+transfer takes, so that a transfer is tried.
 """
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn's prompt that a prefill engine computes, or whose KV is on its way from
-    there, for the engine that has the turn.
+    """A turn's prompt that a prefill engine computes for the engine that has the turn,
+    or whose KV is on its way between the two.
     """
 
     engine: EngineId
@@ -63,8 +64,8 @@ class Phases(msgspec.Struct):
 
 
 def give(run: Run, trajectory: Trajectory, turn: Turn, engine: Engine) -> None:
-    """Give the prompt of a turn, which this engine is about to get, to a prefill engine
-    if that pays.
+    """Give the prompt of a turn that `engine` is about to get to a prefill engine, if
+    that pays.
     """
     prompt = None if turn.suspicion is not None else _prompt_for(run, trajectory, turn, engine)
     if prompt is None:
@@ -103,7 +104,9 @@ def on_world_lost(run: Run, _event: WorldLost) -> None:
 
 
 def give_up(run: Run, trajectory: Trajectory, turn: Turn, error: str) -> None:
-    """Let the engine of the turn compute the prompt that a prefill engine has not."""
+    """Let the engine of the turn compute the prompt that a prefill engine failed to
+    compute.
+    """
     prompt = run.part(Phases).trajectories[trajectory.id]
     turn_costs_of(run, trajectory).prefixes.pop(prompt.engine, None)
     run.warn(
@@ -114,8 +117,8 @@ def give_up(run: Run, trajectory: Trajectory, turn: Turn, error: str) -> None:
 
 
 def withdraw(run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine) -> None:
-    """Take the prompt of a turn, which leaves its engine, from the one that computes
-    it.
+    """Take the prompt of a turn that leaves its engine from the prefill engine that
+    computes it.
     """
     if turn.prefill is None:
         return
@@ -127,8 +130,8 @@ def withdraw(run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine) -> N
 
 
 def begin_sampling(run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine) -> None:
-    """Record that the turn waits for no prompt: that was given up, or its KV has
-    come.
+    """Record that the turn no longer waits for a prompt: the prompt was given up, or
+    its KV has arrived.
     """
     _release(run, trajectory, turn)
     run.state.counters.scheduling.split_s += run.now - turn.since
@@ -137,14 +140,14 @@ def begin_sampling(run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine
 def carried(
     run: Run, trajectory: Trajectory, _turn: Turn, target: Engine, moved_tokens: int
 ) -> None:
-    """Learn from the transfer of a prompt's KV, of which the target lacked a part."""
+    """Learn from the transfer of the part of a prompt's KV that the target lacked."""
     lacked = moved_tokens - cached_tokens(run, trajectory, target)
     since = run.part(Phases).trajectories[trajectory.id].since
     learn_move(run, run.now - since, max(BLOCK_TOKENS, lacked))
 
 
 def learn_move(run: Run, seconds: float, tokens: int) -> None:
-    """Learn from a transfer of so many tokens that the target lacked."""
+    """Learn from a transfer of `tokens` tokens that the target lacked."""
     spend(run.part(Phases).moved, seconds, tokens)
 
 
@@ -161,8 +164,8 @@ def _leave(run: Run, trajectory: Trajectory, engine: Engine) -> None:
 
 
 def _prompt_for(run: Run, trajectory: Trajectory, turn: Turn, engine: Engine) -> Prompt | None:
-    """Return the prompt of the turn, which this engine is given, for the prefill engine
-    that is to compute it; None if this engine computes it.
+    """Return the prompt of the turn that `engine` is given, for the prefill engine that
+    is to compute it; None if `engine` computes the prompt.
     """
     if engine.seat.phase != "decode" or not engine.abilities.moves_kv:
         return None
@@ -208,7 +211,7 @@ def _sites(
         and len(engine.active) < engine.abilities.max_slots
     ]
     prices = {engine.id: _prefill_price(run, engine) for engine in engines}
-    known = [one for one in prices.values() if one is not None]
+    known = [price for price in prices.values() if price is not None]
     here = sampling_price(run, target)
     if here is None:
         here = min(known, default=UNKNOWN_S)
@@ -227,9 +230,7 @@ def _sites(
 
 
 def _ahead(run: Run, engine: Engine) -> int:
-    """Return the tokens of the prompts that the engine has, as far as they are to be
-    computed.
-    """
+    """Return the tokens that the engine has yet to compute of its prompts."""
     prompts = run.part(Phases).trajectories
     return sum(prompts[trajectory_id].tokens for trajectory_id in engine.active)
 
@@ -239,7 +240,7 @@ def _ahead(run: Run, engine: Engine) -> int:
 
 def _learn_prompt(run: Run, engine: Engine, turn: Turn, event: PrefillDone) -> None:
     """Learn from a prompt that a prefill engine has computed. Call before the engine
-    begins another one.
+    begins another prompt.
     """
     computed = max(0, turn.context_tokens + turn.output_tokens - event.cached_tokens)
     run.state.counters.scheduling.split_tokens += computed

@@ -19,8 +19,8 @@ from rollweave.schema.events import MigrationDone, WorldLost
 
 
 def used(config: RunConfig) -> bool:
-    """True if trajectories are assigned to engines, KV moves between these, or their
-    degrees are planned.
+    """True if trajectories are assigned to engines, KV moves between engines, or the
+    degrees of engines are planned.
     """
     return assigns(config) or splits_turns(config) or config.allocation is not None
 

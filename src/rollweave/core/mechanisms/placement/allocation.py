@@ -1,7 +1,7 @@
 """The allocation of engines to the lengths observed: planned after every step, changed
 engine by engine (Heddle §6).
 
-An engine that the plan lacks takes no more turns and is removed when its last one is
+An engine that the plan lacks takes no more turns and is removed when its last turn is
 done; engines that the plan has and the fleet lacks are started as the budget allows.
 Only degrees are compared at which an engine has measured itself or, with an inference
 server, has finished enough turns (`costs/rates`). A plan waits for the costs of engines
@@ -42,7 +42,7 @@ def plan(run: Run) -> None:
         return
     draining = any(engine.draining for engine in state.engines.values())
     if draining or state.membership.pending_degrees or state.hosts.unplaced:
-        return  # the fleet is still becoming that of the last plan
+        return  # the last plan is not carried out yet
     allocation.planned_at = state.trainer.step
     hardware = prevailing_hardware(run)
     known = run.part(Costs).measured.get(hardware, {})
@@ -96,8 +96,8 @@ def _change(
     degrees: list[int],
     engines_now: list[Engine],
 ) -> None:
-    """Compare the fleet `engines_now` with the best one of these degrees for the same
-    work and `budget`, and begin to replace it if that is worth it.
+    """Compare the fleet `engines_now` with the best fleet of these degrees for the same
+    work and `budget`, and begin to replace it if the gain is large enough.
     """
     state = run.state
     hardware = prevailing_hardware(run)
@@ -121,8 +121,8 @@ def _change(
 
 
 def _batch(run: Run) -> list[tuple[int, int]]:
-    """Work like that of one batch: of the newest finished trajectories, evenly spaced
-    by length, the longest first.
+    """Work like one batch's: from the newest finished trajectories, evenly spaced by
+    length, the longest first.
     """
     rollout = run.config.rollout
     works = []
@@ -150,6 +150,8 @@ def advance(run: Run) -> None:
 
 
 def _used(state: State) -> int:
-    """Return the devices of all engines, those included that wait for a place."""
+    """Return the number of devices of all engines, including engines that wait for a
+    place.
+    """
     waiting = sum(engine.degree for engine in state.hosts.unplaced)
     return waiting + sum(engine.seat.degree for engine in state.engines.values())

@@ -1,10 +1,10 @@
-"""The assignment of trajectories to engines: planned for all that are under way, then
-kept by rank as they end (Heddle §5).
+"""The assignment of trajectories to engines: planned for all trajectories under way,
+then kept by rank as trajectories end (Heddle §5).
 
 Trajectories whose task domains name a pool are ranked among themselves, over the
-engines of the pool that serves them; all others over all engines. Invariant: a
-partition names only engines that have weights and do not drain; a change of these
-clears it.
+engines of the pool that serves them; all others are ranked over all engines. Invariant:
+a partition names only engines that have weights and do not drain; it is cleared when
+the set of such engines changes.
 """
 
 import math
@@ -30,13 +30,15 @@ longer.
 """
 
 REPLAN_GROWTH = 1.5
-"""Trajectories under way, or predictions received since the plan, as a multiple of
-those planned for, from which a new plan is made.
+"""A new plan is made when the trajectories under way, or the predictions received since
+the plan, reach this multiple of the trajectories planned for.
 """
 
 
 def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
-    """The engine for which the trajectory's turns wait; None while there is none."""
+    """The engine for which the trajectory's turns wait; None if they wait for no
+    engine.
+    """
     if not run.pacing.assign(run, trajectory, avoid):
         assign_usable(run, trajectory, avoid)
     return work_of(run, trajectory).assigned_engine
@@ -89,8 +91,8 @@ def _takes_turns(engine: Engine) -> bool:
 
 
 def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
-    """Return the engines to which the trajectory may be assigned now: those of the pool
-    that serves its domain, if they take turns or will.
+    """Return the engines to which the trajectory may be assigned now: the engines of
+    the pool that serves its domain, if they take turns or will take turns.
     """
     pool = pool_for(run, trajectory)
     return [
@@ -101,8 +103,9 @@ def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
 
 
 def _wanted(engines: Sequence[Engine], avoid: Sequence[EngineId]) -> list[Engine]:
-    """Return the engines that have not failed the turn; otherwise all but those that
-    gave it back to be run elsewhere, if there are any.
+    """Return the engines that have not failed the turn. If all have failed it, return
+    the engines that are not lent, or all engines if all are lent: a lent engine gave
+    the turn back to be run elsewhere.
     """
     wanted = [engine for engine in engines if engine.id not in avoid]
     return wanted or [engine for engine in engines if not engine.abilities.lent] or list(engines)
@@ -122,13 +125,11 @@ def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) 
 
 
 def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
-    """True if the KV cache holds the trajectory's context beside those of the residents
-    that claim it earlier.
-
-    Later residents give way. So contexts stay while their environments work, and are
-    not computed repeatedly; that pays where environments are quicker than turns, on
-    average. No KV is kept for a trajectory whose environment takes KV_KEPT_TURNS times
-    as long.
+    """True if the KV cache has room for the trajectory's context in addition to the
+    contexts of residents with an earlier claim. Later residents give way. So contexts
+    stay cached while environments work, and are not computed repeatedly, which pays
+    where environments are quicker than turns on average. No KV is kept for a trajectory
+    whose environment takes KV_KEPT_TURNS times as long.
     """
     turn = trajectory.turn
     if (
@@ -162,11 +163,9 @@ def _is_away(trajectory: Trajectory, since: float) -> bool:
 
 
 def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
-    """The engine whose assigned trajectories are done first, of all or `among` some;
-    None if none takes turns.
-
-    Called for most turns over all engines, so it computes only the work that is not
-    cached.
+    """The engine whose assigned trajectories are done first, of all engines or of
+    `among`; None if no engine takes turns. Called for most turns over all engines, so
+    only work that is not cached is computed.
     """
     engines, loads = run.state.engines, index_of(run).loads
     best, least = None, math.inf
@@ -194,7 +193,9 @@ def work_s(run: Run, engine: Engine) -> float:
 
 
 def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
-    """Return the engine for the trajectory's rank among those that prefer its pool."""
+    """Return the engine for the trajectory's rank among the trajectories that prefer
+    its pool.
+    """
     order, pool = index_of(run), run.preferred_pool(trajectory)
     partition, active = run.part(Placement).partitions.get(pool), order.count(pool)
     if partition is None or max(active, partition.predictions) > REPLAN_GROWTH * partition.planned:

@@ -20,8 +20,8 @@ class AssignedEngine:
         resident = work_of(run, trajectory).kv_resident
         if former is not None and (former.engine, former.resident) == (queue, resident):
             return former
-        # Where KV is kept for trajectories in the order of their launch, their turns
-        # must come in that order too.
+        # Where KV is kept for trajectories in the order of their launch, turns must
+        # follow the same order.
         tiebreak = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
         given = dispatching.turns_given(run, queue)
         if former is not None:
@@ -55,8 +55,8 @@ def keep_resident(run: Run, trajectory: Trajectory, _turn: Turn, engine: Engine)
 
 
 def _steal_work(run: Run, waited_for: list[EngineId | None] | None) -> None:
-    """Let engines with a free slot, of those that the event touched, take turns that
-    wait for other engines.
+    """Let engines that the event touched and that have a free slot take turns that wait
+    for other engines.
     """
     if not run.fleet.free:
         return
@@ -71,9 +71,8 @@ def _has_slot(run: Run, engine_id: EngineId) -> bool:
 
 
 def _steal_turn(run: Run, engine_id: EngineId) -> bool:
-    """Give this engine the first turn that waits for another one.
-
-    Return False if it cannot run that turn.
+    """Give this engine the first turn that waits for another engine. Return False if
+    this engine cannot run the turn.
     """
     queues = [
         (other, "", resident)
@@ -116,9 +115,8 @@ def _assign_waiting(run: Run) -> None:
 
 
 def _start_next(run: Run, waited_for: EngineId | None) -> bool:
-    """Start the first turn that waits for this engine, or for any, and can run.
-
-    Return False if there is none.
+    """Start the first turn that can run and waits for this engine, or for any engine.
+    Return False if there is no such turn.
     """
     heads = [next_in(run, (waited_for, "", resident)) for resident in (True, False)]
     for queued in sorted((head for head in heads if head is not None), key=dispatch_key):
@@ -138,10 +136,9 @@ def _has_alternative(run: Run, queued: QueuedTurn) -> bool:
 
 def _assigned_or_free_engine(run: Run, queued: QueuedTurn) -> EngineId | None:
     """The assigned engine if it has a slot and KV to spare; else the least loaded
-    engine that has, which is assigned then; else the assigned one by preemption.
-
-    Computing a context again costs less than waiting for the end of another turn, or
-    making another one wait.
+    engine that has both, which is then assigned; else the assigned engine, by
+    preemption. Computing a context again costs less than waiting for the end of another
+    turn, or making another turn wait.
     """
     trajectory, turn, place = queued
     if place.engine in turn.avoid and run.pacing.interchangeable and _has_alternative(run, queued):

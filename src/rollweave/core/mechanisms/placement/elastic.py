@@ -1,10 +1,10 @@
-"""The engine on which a turn should finish first, by what the core knows of engines and
-of the trajectory (`mechanisms/placement/policy/elastic`).
+"""The engine on which a turn should finish first, from what the core knows about the
+engines and the trajectory (`mechanisms/placement/policy/elastic`).
 
 An engine's cache should have the context that it computed last of the trajectory, and
-the prompt of its group (`costs/caches`). What a prompt's token costs shows in the times
-of finished turns (`costs/rates`); while it is not known, it is assumed to cost as much
-as a sampled one.
+the prompt of its group (`costs/caches`). The cost of a prompt's token is learned from
+the times of finished turns (`costs/rates`); while it is unknown, a prompt's token is
+assumed to cost as much as a sampled token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ FIRST_TOKENS = 64.0
 
 
 def engine_for(run: Run, trajectory: Trajectory, engines: Sequence[Engine]) -> EngineId | None:
-    """Return the engine of these on which the trajectory's turn should finish first;
-    None without any.
+    """Return the engine among `engines` on which the trajectory's turn should finish
+    first; None without engines.
     """
     tokens, cached = _tokens(run, trajectory), caches.cached_by_engine(run, trajectory)
     sites = [
@@ -40,8 +40,8 @@ def engine_for(run: Run, trajectory: Trajectory, engines: Sequence[Engine]) -> E
 
 
 def gains(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
-    """Return whether the queued turn of a trajectory would finish earlier on this
-    engine, which has a free slot, than on the one for which it waits.
+    """Return whether the queued turn of a trajectory would finish earlier on `engine`,
+    which has a free slot, than on the engine for which it waits.
     """
     assigned = run.state.engines.get(work_of(run, trajectory).assigned_engine or EngineId(""))
     if assigned is None or costs_of(run, assigned).rate is None:

@@ -15,8 +15,8 @@ from rollweave.core.state import Engine, Queued, Trajectory, Turn
 from rollweave.schema.events import TurnDone
 
 UNEVEN = 1.25
-"""Ratio of an engine's work to that of the least loaded one from which a trajectory
-moves only to balance them: estimates err by about that.
+"""Minimum ratio of an engine's work to the least loaded engine's work for a trajectory
+to move only to balance the two: estimates err by about this ratio.
 """
 
 
@@ -69,9 +69,9 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
 
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
-    """Return the engine for the trajectory's rank; with migration by gain also the
-    least loaded one, if the former does not pay and this one does. The source must be
-    able to move KV.
+    """Return the engine for the trajectory's rank. With migration by gain, return the
+    least loaded engine instead if moving to the former does not pay and moving to the
+    latter does. The source must be able to move KV.
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":

@@ -1,4 +1,4 @@
-"""The engines of trajectories, and their moves between them."""
+"""The engines of trajectories, and the moves of trajectories between engines."""
 
 import msgspec
 
@@ -59,7 +59,7 @@ class Placement(msgspec.Struct):
     migrations: Migrations = msgspec.field(default_factory=Migrations)
     partitions: dict[str, Partition] = {}  # by the pool that trajectories prefer, "" for none
     planned_at: int = 0  # step of the last plan of degrees
-    # degrees of engines that run, and whose costs are not known → step since when
+    # degree of running engines whose costs are unknown → step since when
     awaited: dict[int, int] = {}
 
 

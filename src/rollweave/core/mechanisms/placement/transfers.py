@@ -2,13 +2,14 @@
 one engine computes for another.
 
 Invariants: a trajectory has at most one migration, and an engine is in at most one
-transfer, apart from those of prompts. A turn requested during a transfer waits for its
-end (the exposed time of migration); one requested before it begins cancels it. After
-any failure the trajectory has an engine: the one that holds its KV, or one that
-computes it again. Trajectories whose turn need no longer wait are returned, and
-`core/dispatching` queues the turns.
+transfer, apart from transfers of prompts. A turn requested during a transfer waits for
+the transfer's end (the exposed time of migration); a turn requested before the transfer
+begins cancels it. After any failure the trajectory has an engine: the engine that holds
+its KV, or an engine that computes the KV again. Trajectories whose turn need no longer
+wait are returned, and `core/dispatching` queues the turns.
 
-The turns of prompts are on the target already, where they then begin.
+When a prompt's KV moves, the turn is on the target already, and begins there
+afterwards.
 """
 
 from collections import Counter
@@ -26,8 +27,9 @@ from rollweave.schema.commands import Migrate
 from rollweave.schema.events import MigrationDone, WorldLost
 
 PROMPTS_AT_ONCE = 3
-"""Maximum number of transfers of prompts in which an engine is: most of their time,
-they wait for the end of a step. An engine takes four at once (`engine/exchange`).
+"""Maximum number of transfers of prompts in which an engine takes part: most of the
+time, they wait for the end of a step. An engine accepts four at the same time
+(`engine/exchange`).
 """
 
 MEMORY = 0.2
@@ -52,10 +54,9 @@ def can_take(source: Engine, target: Engine) -> bool:
 
 
 def begin(run: Run) -> list[Trajectory]:
-    """Begin the transfers whose engines are in no other one. Between engines that
-    cannot move KV, a trajectory moves at once, and its KV is computed again.
-
-    Return the trajectories whose turns wait no longer, among them those whose transfer
+    """Begin the transfers whose engines are in no other transfer. Between engines that
+    cannot move KV, a trajectory moves immediately, and its KV is computed again. Return
+    the trajectories whose turns wait no longer, including trajectories whose transfer
     was given up.
     """
     migrations, released = run.part(Placement).migrations.open, list[Trajectory]()
@@ -84,8 +85,9 @@ def begin(run: Run) -> list[Trajectory]:
 
 
 def _next_transfers(run: Run) -> list[Migration]:
-    """Return the planned transfers that begin now: trajectories' as in Heddle's epochs,
-    prompts' in their order, as far as their engines are in few of them.
+    """Return the planned transfers that begin now: transfers of trajectories as in
+    Heddle's epochs, transfers of prompts in their order, up to `PROMPTS_AT_ONCE` for
+    each engine.
     """
     migrations = run.part(Placement).migrations.open
     begun = [m for m in migrations.values() if m.since is not None]
@@ -112,9 +114,8 @@ def _next_transfers(run: Run) -> list[Migration]:
 
 def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
     """Move the trajectory to the target for good: its open turn, which no engine has,
-    waits for its KV.
-
-    The caller calls `begin` when it has done so for all that leave.
+    waits for its KV. The caller calls `begin` after calling this function for all
+    trajectories that leave.
     """
     plan(run, trajectory, source, target).vacates = True
 
@@ -212,7 +213,7 @@ def give_up_late(run: Run) -> list[Trajectory]:
 
 
 def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
-    """End a transfer, and begin those that waited for its engines."""
+    """End a transfer, and begin the transfers that waited for its engines."""
     return _settle(run, m, moved_tokens, error) + begin(run)
 
 
@@ -272,7 +273,8 @@ def _settle_prompt(run: Run, m: Migration, moved_tokens: int, error: str) -> lis
 
 
 def _engine_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
-    """The engine that holds the KV; else the other end; else None (any engine).
+    """The engine that holds the KV; else the engine at the other end; else None (any
+    engine).
 
     A trajectory moved to free its source never returns to it.
     """

@@ -1,11 +1,9 @@
-"""The pools of the task domains as they are learned (RollArt §9): declared pools are
-where domains begin, and after each step the domains move to where the fleet would be
-done earliest.
-
-What a domain asks for and what it costs in each pool is in `core/policy/profile`, and
-the division of domains among pools in `mechanisms/pools/shares`. An attempt keeps the
-pool that it was given, so that its prefix cache is not lost; new attempts follow the
-shares, in the same order whenever the events are the same.
+"""The pools of the task domains as they are learned (RollArt §9): domains begin in
+their declared pools, and after each step move to the pools with which the fleet would
+be done earliest. `core/policy/profile` computes what a domain needs and what it costs
+in each pool, and `mechanisms/pools/shares` divides domains among pools. An attempt
+keeps the pool that it was given, so that its prefix cache is not lost; new attempts
+follow the shares, in the same order whenever the events are the same.
 
 Invariant: the shares of a domain sum to 1.
 """
@@ -32,17 +30,17 @@ are under way stay, and estimates are uncertain by a few percent.
 
 TRIAL = 1 / 32
 """Minimum share of the domains' attempts that try better pools for one step if the gain
-is less certain. Their turns show what is uncertain.
+is uncertain. The turns of these attempts show whether it is real.
 """
 
 KNOWN_TURNS = 4
-"""Number of turns, of which half are forgotten with each step, that a domain must have
-had in a pool before more than a trial moves there.
+"""Number of turns that a domain must have had in a pool before more than a trial moves
+there. Half of the turns are forgotten with each step.
 """
 
 LEAST_TURNS = 0.01
-"""Number of turns, as they are forgotten, below which a domain has no work: its last
-turn was seven steps ago.
+"""Number of remembered turns below which a domain has no work: its last turn was seven
+steps ago.
 """
 
 
@@ -62,8 +60,8 @@ def learn_turn(
     event: TurnDone,
     time: TurnTime | None,
 ) -> None:
-    """Learn from a finished turn what its domain asks for. `time` is None if the turn's
-    seconds are not comparable with those of others.
+    """Learn from a finished turn what its domain needs. `time` is None if the turn's
+    seconds are not comparable with other turns' seconds.
     """
     name = run.state.groups[trajectory.group_id].name
     profile = run.part(Pools).profiles.setdefault(name, DomainProfile())
@@ -86,7 +84,7 @@ def give_pool(run: Run, trajectory: Trajectory) -> None:
 
 def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     """Return the pool for an attempt that is launched, by the shares of its domain; ""
-    if it has none, or no engine of its pools serves.
+    if the domain has no shares, or no engine of its pools serves.
     """
     affinity, name = run.part(Pools), run.state.groups[trajectory.group_id].name
     if not learns_pools(run):
@@ -154,11 +152,10 @@ def _move(run: Run, costs: Mapping[str, Mapping[str, Cost]]) -> None:
 def _with_trial(
     now: Mapping[str, float], wanted: Mapping[str, float], turns: float
 ) -> dict[str, float]:
-    """Return the shares of now, with a trial of the pools that are to have more.
-
-    `turns` are the domain's, of which half are forgotten with each step: at most twice
-    those of a step. Each trial has the share that makes its pool known in one step, if
-    that leaves as much where the domain is.
+    """Return the present shares, with a trial of the pools that are to have more.
+    `turns` are the domain's remembered turns: half are forgotten with each step, so
+    they are at most twice the turns of a step. A trial's share suffices to make its
+    pool known in one step, if at least as much stays in the domain's present pools.
     """
     tried = [pool for pool, share in wanted.items() if share > now.get(pool, 0.0)]
     needed = max(TRIAL, 2 * KNOWN_TURNS / turns)
@@ -187,9 +184,9 @@ def shares_now(run: Run) -> Shares:
 
 
 def _learn_costs(run: Run) -> dict[str, dict[str, Cost]]:
-    """Return the seconds in which all engines of each pool together would do all work
-    that is known of each domain; none while no prices of engines are known. Record what
-    a token costs there.
+    """Return the seconds in which all engines of each pool together would do all known
+    work of each domain; empty while no prices of engines are known. Record what a token
+    costs there.
     """
     affinity, fits = run.part(Pools), _fits(run)
     profiles = {name: one for name, one in affinity.profiles.items() if one.turns >= LEAST_TURNS}
@@ -243,8 +240,8 @@ def _engines_by_pool(run: Run) -> dict[str, list[Engine]]:
 
 
 def _batch_on(engine: Engine, profile: DomainProfile, batch: float) -> float:
-    """Return the number of such turns that the engine would run at once, where others
-    run `batch`.
+    """Return the number of turns of this domain that the engine would run at the same
+    time, where other engines run `batch` turns.
     """
     fitting = engine.abilities.kv_tokens / max(1.0, profile.context)
     return max(1.0, min(batch, engine.abilities.max_slots, fitting))
@@ -255,8 +252,8 @@ def _cost_on(
 ) -> Cost:
     """Return the cost of all work of a domain on one engine.
 
-    An engine whose prices are unknown is assumed to cost what the others do in the
-    mean, or nothing, or twice that.
+    An engine whose prices are unknown is assumed to cost the mean of the other engines,
+    with an uncertainty from nothing to twice the mean.
     """
     own = fits.get(kind_of(run, engine))
     if own is not None:

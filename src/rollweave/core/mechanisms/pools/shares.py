@@ -1,5 +1,5 @@
 """Choose how much of each task domain's work each pool of engines does, so that the
-last pool is done as early as possible (RollArt §9, hardware affinity as it is learned).
+last pool is done as early as possible (RollArt §9, learned hardware affinity).
 
     minimize T,  where  Σ_domain share · seconds ≤ T  for each pool,
                  and the shares of each domain, none negative, sum to 1
@@ -10,8 +10,8 @@ The dual of this linear program has a start at zero and no equations:
                           and the weights of the pools sum to 1 at most
 
 The simplex method solves it in whole numbers, without rounding, by Bland's rule, which
-ends always; the prices of its constraints are the shares. At most one domain fewer than
-there are pools is divided, whatever the number of domains.
+always terminates; the prices of its constraints are the shares. At most one domain
+fewer than there are pools is divided, whatever the number of domains.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from fractions import Fraction
 from rollweave.schema.base import Struct
 
 RESOLUTION = 1 << 32
-"""Seconds are rounded to this part of the largest ones, so that they are whole
+"""Seconds are rounded to this fraction of the largest seconds, so that they are whole
 numbers.
 """
 
@@ -55,7 +55,7 @@ def assign(seconds: Seconds) -> Assignment:
     left = seconds
     while left:
         chosen, busiest = _least_makespan(left)
-        # A domain that may use another pool than the busiest is not in those.
+        # A domain that may use a pool outside `busiest` runs in none of the busiest.
         left = {
             domain: {pool: needed for pool, needed in by_pool.items() if pool not in busiest}
             for domain, by_pool in left.items()
@@ -67,8 +67,8 @@ def assign(seconds: Seconds) -> Assignment:
 
 def _least_makespan(seconds: Seconds) -> tuple[dict[str, dict[str, float]], set[str]]:
     """Return shares of least makespan, and the pools that determine it. The domains
-    that are in none of these are divided among the others in any way that is done in
-    time.
+    that are in none of these pools are divided among the other pools in any way that is
+    done in time.
     """
     domains, cells = list(seconds), [(name, pool) for name in seconds for pool in seconds[name]]
     pools = list(dict.fromkeys(pool for _, pool in cells))
@@ -114,8 +114,8 @@ def solve(rows: list[list[int]], objective: list[int]) -> tuple[list[Fraction], 
     last = [-gain for gain in objective] + [0] * (count + 1)
     basis, denominator = [width + number for number in range(count)], 1
     while True:
-        # Bland: the first column that gains, and the basic variable that comes first of
-        # those that reach zero first.
+        # Bland: the first column that gains and, of the basic variables that reach zero
+        # first, the one with the lowest index.
         column = next((index for index, gain in enumerate(last[:-1]) if gain < 0), None)
         if column is None:
             basic = dict(zip(basis, (row[-1] for row in table), strict=True))
@@ -140,8 +140,8 @@ def solve(rows: list[list[int]], objective: list[int]) -> tuple[list[Fraction], 
 def makespan(seconds: Seconds, shares: Shares) -> float:
     """Return the seconds until the last pool has done its shares.
 
-    Domains without shares run on any engine that is free. So all pools that run them
-    finish at the same time, each with the same mixture of these domains.
+    Domains without shares run on any engine that is free. So all pools that run such
+    domains finish at the same time, and each pool runs the same mixture of them.
     """
     loads: dict[str, float] = {}
     mixture: dict[str, float] = {}

@@ -1,22 +1,23 @@
 """Relays: one for each host, which pass the published weights along a chain (Laminar
 §4).
 
-The master, first in the chain, fetches them from the trainer, every other relay from
-the one before it, all at once: a source passes on what it has received so far.
-Invariants: a fetching relay has a source that holds the same weights, or that stands
-before it and is fetching them too, so that no relays wait for each other; a relay that
-joins becomes the last of its site; a version that a relay brings to a site is not
-fetched from another site by those after it; a relay on a host without engines fetches
-nothing, unless it is the master. A failed fetch is tried in another way at once if
-there is one, else after the watchdog's next check. The loss of the trainer is never
-blamed on a relay.
+The master, first in the chain, fetches them from the trainer, and every other relay
+from the relay before it. All fetch at the same time: a source passes on what it has
+received so far. Invariants: a fetching relay has a source that holds the same weights,
+or that stands before it and is fetching the same weights, so that no relays wait for
+each other; a relay that joins becomes the last of its site; relays of a site do not
+fetch a version from another site if a relay before them brings it to theirs; a relay on
+a host without engines fetches nothing, unless it is the master. A failed fetch is
+retried immediately from another source, or after the next watchdog check if there is
+none. The loss of the trainer is never blamed on a relay.
 
 A relay that is silent for a moment is suspected, long before it counts as lost: relays
-that fetch from it continue from one that is not suspected, if there is one (the first
-that is not suspected may fetch from the trainer), and no relay begins to fetch from it.
-It keeps its process, its place and its fetch, and when it recovers nothing is moved
-back. A relay that receives nothing from a responsive source tries another one too, but
-each only once for the same weights: a slow link is not left again and again.
+that fetch from it continue from a relay that is not suspected, if there is one (the
+first such relay may fetch from the trainer), and no relay begins to fetch from it. It
+keeps its process, its place and its fetch, and when it recovers nothing is moved back.
+A relay that receives nothing from a responsive source tries another source, too, but
+leaves each source only once for the same weights, so that a slow link is not left again
+and again.
 """
 
 from bisect import insort
@@ -56,7 +57,9 @@ LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
     RelayStatus.READY: frozenset({RelayStatus.FETCHING}),
     RelayStatus.FETCHING: frozenset({RelayStatus.READY}),
 }
-"""Legal transitions of a relay. A restart replaces the record by a STARTING one."""
+"""Legal transitions of a relay. A restart replaces its record by a new record in
+STARTING.
+"""
 
 
 def start(run: Run, count: int) -> None:
@@ -220,8 +223,8 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
 
 
 def advance(run: Run) -> None:
-    """Make every relay fetch what it lacks, and find another source for one that has
-    lost its own.
+    """Make every relay fetch the weights that it lacks, and find another source for a
+    relay that has lost its source.
     """
     part = run.part(Relays)
     for relay in [relay for relay in part.relays.values() if relay.restart_reason]:
@@ -242,7 +245,7 @@ def advance(run: Run) -> None:
 
 def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
     """Fetch these weights from the best source that has not refused; return False if
-    there is none.
+    there is no such source.
     """
     ways = [
         source for source in _sources(run, relay, wanted) if source not in relay.refused_sources
@@ -253,9 +256,9 @@ def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
 
 
 def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
-    """True if a relay before it fetches older weights and brings these to its site
-    next, where no relay has them yet: a second fetch would cross the link between
-    sites, too.
+    """True if a relay before `relay` is fetching older weights and will bring `wanted`
+    to the site next, and no relay of the site has `wanted` yet: a second fetch would
+    cross the link between sites, too.
     """
     part = run.part(Relays)
     own = _site(run, relay.host)
@@ -275,7 +278,7 @@ def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
 
 def _missing_version(run: Run, relay: Relay) -> int | None:
     """The weights that the relay should fetch: the published ones, if it needs any; for
-    the master also older ones that are waited for, if no relay has them.
+    the master also older weights that are waited for, if no relay has them.
     """
     part = run.part(Relays)
     state = run.state
@@ -295,8 +298,8 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
 
 
 def check_timeouts(run: Run) -> None:
-    """Restart relays that are late; of relays that wait for each other only the first
-    is. Clear refusals, so that these sources are tried again.
+    """Restart relays that are late. Among relays that wait for each other, only the
+    first counts as late. Clear refusals, so that these sources are tried again.
     """
     part = run.part(Relays)
     limits = run.config.watchdog
@@ -353,7 +356,7 @@ def _site(run: Run, host: int) -> str:
 
 
 def _reaches_the_trainer(run: Run, relay: Relay) -> bool:
-    """True if the relay can read the memory in which the trainer publishes, that of its
+    """True if the relay can read the memory in which the trainer publishes, on its
     first rank's machine. The memory of a lost host is gone, unless all hosts are this
     machine.
     """
@@ -392,11 +395,10 @@ def _lead_beside_the_trainer(run: Run) -> None:
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     """The sources from which the relay may fetch these weights, the best first: the
-    nearest before it, then any that has them whole; those of its site before all
-    others.
-
-    None, the trainer, is for the head of the chain. A suspected relay is no source.
-    After a change that did not fit, sources that have the whole version come first.
+    nearest relay before it, then any relay that has the weights whole; relays of its
+    site come before all others. None, the trainer, is only for the head of the chain. A
+    suspected relay is no source. After a change that did not fit, sources that have the
+    whole version come first.
     """
     part = run.part(Relays)
     order = part.order
@@ -419,9 +421,9 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
 
 
 def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
-    """Fetch these weights. If both ends hold a common version, only the change from the
-    newest of these is sent. The master, which reads the trainer's memory, makes the
-    changes from the newest version that another relay holds, too.
+    """Fetch these weights. If both ends hold common versions, only the change from the
+    newest common version is sent. The master, which reads the trainer's memory, makes
+    the changes from the newest version that another relay holds, too.
     """
     part = run.part(Relays)
     base = None
@@ -443,7 +445,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
         form = "whole" if base is None else "changes"
         sent = part.broadcast
         sent[form] = sent.get(form, 0) + 1
-    # kept until there is a newer one, as the base of a change here and downstream
+    # kept until there is a newer version, as the base of changes here and downstream
     newest = relay.versions[-1:]
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
     relay.versions = [held for held in relay.versions if held in keep or held == base]
@@ -467,8 +469,8 @@ def _prefers_changes(run: Run) -> bool:
 
 
 def _measure_broadcast(run: Run) -> None:
-    """Once all relays that need them have the published weights, record the time that
-    this took, if they were all sent in one form.
+    """Once all relays that need the published weights have them, record the time that
+    this took, if the weights were sent to all relays in one form.
     """
     part = run.part(Relays)
     chain, published = part, run.state.publication
@@ -504,7 +506,7 @@ def on_started(run: Run, event: RunStarted | WorldLost) -> None:
 
 
 def host_joined(run: Run, host: int) -> None:
-    """Start a relay on a host that has joined, if there is one on every host."""
+    """Start a relay on a host that has joined, if every host has a relay."""
     if run.part(Relays).relayed:
         add(run, host)
 
@@ -526,7 +528,7 @@ def published(run: Run) -> None:
 
 
 class RelayCarrier(Carrier):
-    """Each engine loads what the relay of its host holds (Laminar §4)."""
+    """Each engine loads weights that the relay of its host holds (Laminar §4)."""
 
     def relayed(self, run: Run) -> bool:
         return run.part(Relays).relayed

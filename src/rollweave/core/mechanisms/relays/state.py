@@ -51,7 +51,7 @@ class Relay(msgspec.Struct):
         None  # since when it has been refused weights that another relay has
     )
     failed_source: str | None = None  # the last source that should have had them and failed
-    # if set, it is restarted at once: others cannot use what it should hold
+    # if set, the relay is restarted now: others cannot use what it should hold
     restart_reason: str = ""
     restarts: int = 0
     suspected_since: float | None = None  # suspected, and silent since about then

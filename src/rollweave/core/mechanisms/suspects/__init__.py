@@ -1,5 +1,5 @@
-"""Turns that end their engines: one of those that a lost engine had may be the reason,
-and would end the next engine, too.
+"""Turns that end their engines: one of the turns of a lost engine may be the reason for
+the loss, and would end the next engine, too.
 
 After the first loss a turn is a suspect. A suspect runs once more, alone on an engine
 that has finished its other turns. So if that engine is lost as well, it is known which
@@ -21,12 +21,12 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.work import StopReason
 
 MOST_SUSPECTS = 16
-"""Maximum number of suspects of one loss, the newest of its turns: one that ends an
-engine has rarely been there for long.
+"""Maximum number of suspects of one loss, the newest turns of the engine: a turn that
+ends an engine has rarely been there for long.
 """
 
 SHARE = 4
-"""One in so many engines may run a suspect at a time; one engine always may."""
+"""One in `SHARE` engines may run a suspect at a time; one engine always may."""
 
 MOST_EXCUSED = 8
 """Maximum number of losses of an engine in a row, without a finished turn in between,
@@ -36,19 +36,19 @@ losses are the engine's own failures.
 
 
 def may_isolate(*, isolating: int, engines: int) -> bool:
-    """True if one more of so many engines may run a suspect."""
+    """True if one more of `engines` engines may run a suspect."""
     return isolating < max(1, engines // SHARE)
 
 
 def engine_for_suspect(
     engines: Iterable[EngineLoad], *, avoid: Container[EngineId], isolating: Container[EngineId]
 ) -> EngineId | None:
-    """Return the engine for a suspect, which begins once that engine is empty; None to
-    keep it waiting for one.
+    """Return the engine for a suspect, which begins once this engine is empty; None to
+    keep the suspect waiting for an engine.
 
-    The engines `avoid` were lost with it: they are a last resort, since the loss of
-    another engine is better evidence. Engines that also serve users are a last resort,
-    too. Among the others, the engine with the fewest turns is empty first.
+    The engines `avoid` were lost with the suspect: they are a last resort, since the
+    loss of another engine is better evidence. Engines that also serve users are a last
+    resort, too. Among the others, the engine with the fewest turns is empty first.
     """
     known = list(engines)
     dedicated = [engine for engine in known if not engine.borrowed] or known
@@ -146,8 +146,8 @@ def _given_at(turn: Turn) -> float:
 
 
 def _late(run: Run, engine: Engine) -> Iterator[Trajectory]:
-    """Yield the trajectories whose open turns have timed out there since the engine
-    last answered one: it may have hung because of them.
+    """Yield the trajectories whose open turns have timed out on the engine since it
+    last answered a turn: the engine may have hung because of them.
     """
     for trajectory_id, number in engine.failures.unanswered.items():
         trajectory = run.state.trajectories.get(trajectory_id)
@@ -161,10 +161,12 @@ def _late(run: Run, engine: Engine) -> Iterator[Trajectory]:
 def _accuse(
     run: Run, trajectory: Trajectory, engine: Engine, suspicion: Suspicion, failure: EngineFailure
 ) -> None:
-    """Make a turn that the lost engine has a suspect, and take it from the engine."""
+    """Make a suspect of a turn that the lost engine has, and take the turn from the
+    engine.
+    """
     turn = trajectory.open_turn
     turn.suspicion = turn.suspicion or suspicion
-    if turn.prefill is not None:  # its own engine is another one
+    if turn.prefill is not None:  # its own engine is not lost
         turns.recall(run, trajectory, turn)
         dispatching.enqueue(run, trajectory, turn)
         return
@@ -214,7 +216,7 @@ def start_suspects(run: Run) -> None:
 
 
 def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine | None:
-    """Return the engine that gets no turns but this one, now or once it is empty."""
+    """Return the engine that runs this turn alone, now or once the engine is empty."""
     engines, loads = run.state.engines, run.chooser.candidates(run, trajectory, turn)
     isolating = {
         engine.id: engine for engine in engines.values() if engine.failures.isolates is not None
@@ -239,8 +241,8 @@ def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine 
 
 def check(run: Run) -> None:
     """Assert that a suspect is alone on its engine, that an engine is kept only for a
-    suspect that waits for it, and that losses in doubt are those of the engine's
-    earlier processes.
+    suspect that waits for it, and that losses in doubt belong to the engine's earlier
+    processes.
     """
     state = run.state
     for engine in state.engines.values():

@@ -3,11 +3,11 @@ engine launches, and when it loads other weights.
 
 A trajectory is bound to the weights that it began with, and is assigned to an engine
 that serves them. An engine launches trajectories while its weights are the newest, and
-at least a whole batch under each version. When the last of them is over, or
+at least a whole batch under each version. When its last trajectory is over, or
 consolidation has moved the rest away, it loads newer weights, independently of the
-others. The trajectories of a lost engine are reassigned to another one with the same
-weights, or wait for the next engine that is free to load them: from memory, or from a
-checkpoint (Laminar §3.3).
+other engines. The trajectories of a lost engine are reassigned to another engine with
+the same weights, or wait for the next engine that is free to load these weights from
+memory or from a checkpoint (Laminar §3.3).
 
 Invariant: an engine changes its weights only while no trajectory is assigned to it.
 """
@@ -41,8 +41,8 @@ def assigned_count(run: Run, engine: Engine) -> int:
 
 
 def batch_size(run: Run, engine: Engine) -> int:
-    """The number of trajectories that the engine has at once, and launches at least
-    under each version: at most its share of all.
+    """The maximum number of trajectories of the engine at any time, and the minimum
+    number that it launches under each version: at most its share of all trajectories.
     """
     return _batch_sizes(run)[engine.id]
 
@@ -94,8 +94,8 @@ def free_capacity(run: Run) -> int:
 
 
 def buffer_capacity(run: Run) -> int:
-    """The number of groups that may be buffered or under way: a batch to take, and
-    another one or what engines work on at once.
+    """The number of groups that may be buffered or under way: a batch to take, and in
+    addition another batch or the groups that engines work on at the same time.
     """
     rollout, size = run.config.rollout, min(run.group_sizes.values())
     held = min(rollout.max_running, sum(_batch_sizes(run).values()))
@@ -105,10 +105,8 @@ def buffer_capacity(run: Run) -> int:
 
 
 def buffer_limit(run: Run) -> int:
-    """The number of groups that may be buffered at all.
-
-    Each group that was begun within the capacity has a place: long tails are not worth
-    less.
+    """The maximum number of buffered groups. Each group that was begun within the
+    capacity has a place: groups with long tails are not worth less.
     """
     return buffer_capacity(run) + run.config.rollout.max_running
 
@@ -126,7 +124,8 @@ def engine_for(run: Run, purpose: Purpose) -> Engine | None:
 
 def begin_load(run: Run, engine: Engine) -> None:
     """Set how many trajectories the engine may launch after the load: a batch under the
-    newest weights. Others it loads only for the trajectories that wait for them.
+    newest weights. Older weights are loaded only for the trajectories that wait for
+    them.
     """
     newest = engine.loading.id == weights.newest(run, engine)
     batch = batch_of(run, engine)
@@ -224,7 +223,7 @@ def wanted_weights(run: Run, engine: Engine) -> int | None:
 
 
 def updates(run: Run) -> Iterator[tuple[Engine, int]]:
-    """The engines that are to load other weights now, each with these.
+    """Yield the engines that are to load other weights now, with these weights.
 
     The caller's action on one engine is taken into account for the next.
     """
@@ -283,8 +282,8 @@ def awaited_weights(run: Run) -> int | None:
 
 
 def _evaluation_holder(run: Run) -> EngineId | None:
-    """The first engine with the weights of an evaluation, which keeps them while
-    episodes of it are yet to begin.
+    """The first engine with the weights of an evaluation. It keeps them while episodes
+    of the evaluation are yet to begin.
     """
     state, current = run.state, run.state.evaluations.current
     if current is None:
@@ -310,7 +309,7 @@ def is_loaded_or_loading(run: Run, publication_id: int) -> bool:
 
 
 def abandon_if_lost(run: Run) -> None:
-    """Abandon an evaluation of weights that no engine has and none can load."""
+    """Abandon an evaluation of weights that no engine has or can load."""
     current = run.state.evaluations.current
     if (
         current is None
@@ -330,8 +329,8 @@ def abandon_if_lost(run: Run) -> None:
 
 
 def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> None:
-    """Assign the trajectory to the emptiest engine with its weights, preferably none of
-    `avoid` and none that leaves; or mark it as unassigned.
+    """Assign the trajectory to the emptiest engine with its weights, or mark it as
+    unassigned. Engines of `avoid` and engines that leave are a last resort.
     """
     engines = [
         engine
@@ -368,7 +367,7 @@ def unassign_engine(run: Run, engine: Engine) -> None:
 
 def reassign(run: Run) -> list[Trajectory]:
     """Reassign unassigned trajectories to engines that now serve their version. Return
-    those whose version can no longer be loaded anywhere.
+    the trajectories whose version can no longer be loaded anywhere.
     """
     stranded = []
     for trajectory in _unassigned(run) if run.part(Versions).unassigned else ():

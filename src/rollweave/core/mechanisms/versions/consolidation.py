@@ -2,9 +2,9 @@
 mode decoupled (Laminar §5; `mechanisms/versions/repack`).
 
 It runs every `CONSOLIDATION_S`, and when new weights are published. Only engines with
-older weights are considered: the others are still launching. A trajectory that leaves
-an engine takes its KV along, one transfer at a time for each engine; the last to leave
-frees it.
+older weights are considered: engines with the newest weights are still launching. A
+trajectory that leaves an engine takes its KV along, one transfer at a time for each
+engine; the last trajectory to leave frees the engine.
 """
 
 from rollweave.core import dispatching, turns
@@ -26,7 +26,7 @@ CONSOLIDATION_S = 5.0
 
 
 def check_due(run: Run) -> None:
-    """Run if the period is over."""
+    """Consolidate if the period is over."""
     if run.now - run.part(Versions).consolidated_at >= CONSOLIDATION_S:
         run_now(run)
 
@@ -83,7 +83,7 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
 
 
 def _kv_tokens(run: Run, engine: Engine) -> int:
-    """Context tokens of all assigned trajectories: what they hold in KV, or will with
+    """Context tokens of all assigned trajectories, which their KV holds now or with
     their next turn.
     """
     return sum(_context(trajectory) for trajectory in _assigned(run, engine.id))

@@ -1,4 +1,4 @@
-"""The experience buffer: which groups a step trains on, and which have no place
+"""The experience buffer: which groups a step trains on, and which groups have no place
 (Laminar §3.1, §6; `core/policy/experience`).
 
 A strategy may be a function of the user's: an error in it ends the run and names it.
@@ -19,7 +19,7 @@ FUNCTION_MARK = ":"
 
 
 def choose_batch(run: Run, wanted: int) -> list[GroupId]:
-    """The groups of the next (mini-)batch: `wanted` of them, or none."""
+    """The groups of the next (mini-)batch: `wanted` groups, or none."""
     state, name = run.state, run.config.buffer.sample
     if name == "fifo":
         return list(state.buffer)[:wanted]
@@ -37,10 +37,8 @@ def choose_batch(run: Run, wanted: int) -> list[GroupId]:
 
 def unmeasured(run: Run, wanted: int) -> list[GroupId]:
     """The groups whose ratios the next (mini-)batch waits for, if there is a choice and
-    too few are measured to make it.
-
-    A group that arrives while others are measured is left for the next step: a step is
-    held up once.
+    too few groups are measured to make it. A group that arrives while other groups are
+    measured is left for the next step, so that a step is held up only once.
     """
     state = run.state
     if run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:

@@ -78,8 +78,8 @@ class IndependentPacing(Pacing):
         return weights.newest(run, engine) if wanted is None else wanted
 
     def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
-        """Yield each engine whose trajectories are over, with the weights wanted of
-        it.
+        """Yield each engine whose trajectories are over, with the weights that it is to
+        load.
         """
         if run.state.publication.retained or run.state.publication.checkpointed:
             binding.abandon_if_lost(run)

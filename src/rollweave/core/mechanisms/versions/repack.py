@@ -1,11 +1,12 @@
-"""Choose which replicas hand all their trajectories to others of the same weights, to
-be free for new ones (Laminar §5.2, Alg. 1).
+"""Choose which replicas hand all their trajectories to replicas with the same weights,
+to be free for new weights (Laminar §5.2, Alg. 1).
 
 Decoding few sequences takes an engine nearly as long as decoding many, so the long
 tails of several replicas are consolidated on few. Algorithm 1 uses a replica's load
-from before the plan; so it can empty one that has just received work, and overfill the
-next (loads of 0.30, 0.35 and 0.40 put 1.05 on one). Here received work moves along with
-its receiver, and the plan names where each replica's work ends up.
+from before the plan, so it can empty a replica that has just received work, and
+overfill the next (loads of 0.30, 0.35 and 0.40 put 1.05 on one replica). Here received
+work moves along with its receiver, and the plan names where each replica's work ends
+up.
 
 Invariants of a plan: moves are between replicas of one publication; a source moves
 once, with all its work; no target is a source; after all moves each target holds at
@@ -22,23 +23,22 @@ KV_MAX = 0.99
 """Share of a replica's KV that counts as full (Laminar's C_max)."""
 
 SLOWER = 2.0
-"""Maximum factor of a step's time over that of one sequence. Measured steps have a
-fixed part and a part per sequence; the two are equal at the roofline's ridge, and a
-full engine's steps are longer still. (For the simulated engines, by published figures
-of an H800, B is then 288, 222 and 211 for Laminar's three sizes; weights over compute
-alone give about 250.)
+"""Maximum ratio of a step's time to the time of a step with one sequence. Measured
+steps have a fixed part and a part per sequence; the two are equal at the roofline's
+ridge, and a full engine's steps are longer still. (For the simulated engines, by
+published figures of an H800, B is then 288, 222 and 211 for Laminar's three sizes; the
+ratio of weights to compute alone gives about 250.)
 """
 
 
 class Replica(Struct, frozen=True, kw_only=True):
-    """An engine with trajectories in flight, of the weights `publication_id`.
-
-    `requests` counts all its trajectories, including those at their tools or waiting.
-    They use `kv_used` of `kv_total` tokens. `kv_before` is the highest use of all
-    earlier checks since it took these weights (0 at the first): once use has fallen,
-    what is left is the tail, whose contexts still grow. (Algorithm 1 compares with the
-    last check alone, which mistakes a tail that grows between two ends for a replica
-    that fills up.)
+    """An engine with trajectories in flight, with the weights `publication_id`.
+    `requests` counts all its trajectories, including trajectories at their tools or
+    waiting. They use `kv_used` of `kv_total` tokens. `kv_before` is the highest use of
+    all earlier checks since it took these weights (0 at the first): once use has
+    fallen, what is left is the tail, whose contexts still grow. (Algorithm 1 compares
+    with the last check alone, which mistakes a tail that grows between two ends for a
+    replica that fills up.)
     """
 
     id: EngineId
@@ -60,11 +60,11 @@ class Move(Struct, frozen=True, kw_only=True):
 
 
 def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MAX) -> list[Move]:
-    """Return the plan, in the order of the replicas. Best fit: the least loaded goes
-    where it fills the most.
+    """Return the plan, in the order of the replicas. Best fit: the least loaded replica
+    moves to the target that it fills the most.
 
     Candidates have work, a KV use below `kv_max` that is not rising, and fewer requests
-    than `batch_max` and than slots; a replica without work is free already. Raises
+    than both `batch_max` and slots; a replica without work is free already. Raises
     ValueError for a repeated id and for invalid bounds.
     """
     if not 0 < kv_max <= 1:
@@ -87,14 +87,12 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
 
 def batch_bound(profile: Sequence[StepTime], *, largest: int, slower: float = SLOWER) -> int:
     """Return B: the largest batch up to `largest` whose step takes at most `slower`
-    times that of one sequence.
-
-    Laminar takes it from the roofline, where decoding turns from memory-bound into
-    compute-bound: before that point, a step mostly reads the weights, for any number of
-    sequences. Here it is read off measured step times, smoothed (`step_times`), at the
-    shortest measured context; the cost of a longer context is the memory's, which
-    `kv_max` bounds. An engine without a profile has no such bound: `largest`. Raises
-    ValueError for an invalid bound.
+    times as long as a step with one sequence. Laminar takes B from the roofline, where
+    decoding turns from memory-bound into compute-bound: before that point, a step
+    mostly reads the weights, for any number of sequences. Here B is read off measured
+    step times, smoothed (`step_times`), at the shortest measured context; a longer
+    context costs memory, which `kv_max` bounds. An engine without a profile has no such
+    bound: `largest`. Raises ValueError for an invalid bound.
     """
     if largest < 1:
         raise ValueError(f"largest must be at least 1, got {largest}")
@@ -115,7 +113,7 @@ def _is_candidate(replica: Replica, batch_max: int, kv_max: float) -> bool:
 
 
 class _Load:
-    """The planned load of a replica, and the replicas that it comes from."""
+    """The planned load of a replica, and the replicas from which the load comes."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -133,7 +131,9 @@ class _Load:
 
 
 def _merged(group: Sequence[Replica], batch_max: int, kv_max: float) -> dict[EngineId, EngineId]:
-    """Return where each replica's work ends up: on itself or on another."""
+    """Return where each replica's work ends up: on the replica itself or on another
+    replica.
+    """
     loads = [_Load(replica) for replica in sorted(group, key=lambda replica: replica.kv_used)]
     kept: list[_Load] = []
     while loads:

@@ -1,1 +1,1 @@
-"""The decisions about places of trajectories, pure, one question a file."""
+"""Pure decisions about the places of trajectories, one question in each file."""

@@ -1,12 +1,12 @@
-"""Choose how many GPUs each worker gets (Heddle §6): the degrees of all workers
-together with the placement of least makespan.
+"""Choose how many GPUs each worker gets (Heddle §6): the degrees of all workers are
+chosen together with the placement of least makespan.
 
 The paper anneals over degrees with a placement inside. Under its own cost model the
 joint problem has an exact answer that costs no more than one placement: let reach[g] be
-how far `g` GPUs get along the sorted list within a makespan; then reach[g] = max over d
-of extend_d(reach[g - d]), because a worker never reaches less far from a later start
-(`mechanisms/costs/placement` has this search). `rollweave_papers.heddle_placement`
-has the paper's algorithm.
+the furthest position of the sorted list that `g` GPUs reach within a makespan; then
+reach[g] = max over d of extend_d(reach[g - d]), because a later start never makes a
+worker reach less far (`mechanisms/costs/placement` has this search).
+`rollweave_papers.heddle_placement` has the paper's algorithm.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 def allocate_groups(groups: Groups, gpus: int, degrees: Sequence[int]) -> Allocation:
-    """Return the workers of `degrees` that use all `gpus`, and their placement, of
-    least makespan; exact in both among partitions into contiguous groups.
+    """Return the workers of `degrees` that use all `gpus` with the least makespan, and
+    their placement. Both are exact among partitions into contiguous groups.
 
     A worker may stay empty. Raises ValueError as `by_budget` does, and for a degree
     that the cost of `groups` lacks.
@@ -43,8 +43,8 @@ def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
     """Return the moves of workers of any degrees in any order along the list; a node is
     the number of GPUs used.
 
-    Raises ValueError for a degree under 1 or over `gpus`, and degrees of which no sum
-    is `gpus`.
+    Raises ValueError for a degree under 1 or over `gpus`, and for degrees that cannot
+    sum to `gpus`.
     """
     kinds = sorted(set(degrees), reverse=True)
     if not kinds or kinds[-1] < 1:

@@ -6,13 +6,13 @@ if it has room, and otherwise any engine that has room. While there are more tur
 slots, the engine whose slot becomes free is rarely the one with the prefix: nearly
 every turn then computes its context again, and pinning a trajectory to an engine is
 faster. While there are slots for all, prefixes are found, and pinning is slower. Both
-are cases of one comparison, in seconds:
+orders are cases of one comparison, in seconds:
 
     wait + missing · price · (1 + beside) + tokens · step
 
-where computing the `missing` tokens of the context also delays the turns `beside`. A
-turn may so wait for an engine whose slots are taken, and an engine with a free slot
-takes a turn that waits for another one if it would finish earlier there.
+where computing the `missing` tokens of the context also delays the turns `beside`. So a
+turn may wait for an engine whose slots are taken, and an engine with a free slot takes
+a turn that waits for another engine if the turn would finish earlier there.
 """
 
 from collections.abc import Iterable
@@ -46,19 +46,17 @@ class Site(Struct, frozen=True, kw_only=True):
         return max(0, before) * self.turn_s / max(1, self.slots)
 
     def finish_s(self, tokens: float) -> float:
-        """Return the seconds until a turn of so many sampled tokens is finished."""
+        """Return the seconds until a turn that samples `tokens` tokens is finished."""
         beside = min(self.active, self.slots)
         prompt_s = self.missing * self.price_s * (1 + beside)
         return self.wait_s + prompt_s + tokens * self.token_s
 
 
 def earliest(sites: Iterable[Site], *, tokens: float, affine: EngineId | None) -> EngineId | None:
-    """Return the engine on which a turn of so many tokens is predicted to finish first;
-    None without sites.
-
-    Among equals, the engine `affine` of the trajectory's last turn comes first, and
-    dedicated ones before borrowed ones, then the one with the fewest turns for each
-    slot.
+    """Return the engine on which a turn of `tokens` tokens is predicted to finish
+    first; None without sites. Among equals, the engine `affine` of the trajectory's
+    last turn comes first, then dedicated engines before borrowed engines, then the
+    engine with the fewest turns for each slot.
     """
     best = min(
         sites,

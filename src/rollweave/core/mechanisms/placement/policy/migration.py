@@ -2,9 +2,9 @@
 only while its environment works.
 
 The partition of the last plan is scaled to the trajectories that are left, so that a
-rank keeps its engine as others end. Heddle moves a trajectory whenever the engine of
-its rank is another one; `gain` also asks whether the slower of the two engines would be
-done sooner, by more than the transfer delays the next turn.
+rank keeps its engine as other trajectories end. Heddle moves a trajectory whenever the
+engine of its rank is not its present engine; `gain` also requires that the slower of
+the two engines would be done sooner, by more than the transfer delays the next turn.
 """
 
 from bisect import bisect_right
@@ -32,11 +32,10 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 def retarget(sizes: Sequence[int], *, rank: int, active: int) -> int:
-    """Return the share to which the trajectory of this rank belongs, among `active`
-    that are left; rank 0 is the longest.
-
-    The sizes of the plan are scaled to them. Raises ValueError for a rank beyond them,
-    and for shares without trajectories.
+    """Return the share to which the trajectory of this rank belongs, among the `active`
+    trajectories that are left; rank 0 is the longest. The plan's `sizes` are scaled to
+    `active`. Raises ValueError for a rank of `active` or more, and for shares without
+    trajectories.
     """
     planned = sum(sizes)
     if planned < 1 or min(sizes) < 0:
@@ -52,11 +51,10 @@ def retarget(sizes: Sequence[int], *, rank: int, active: int) -> int:
 def worth_it(
     source_s: tuple[float, float], target_s: tuple[float, float], *, exposed_s: float
 ) -> bool:
-    """Return whether the later of both engines ends earlier, by `GAIN` of its time and
-    by more than the move delays the trajectory.
-
-    Each engine's seconds to the end of its work are given without and with the move
-    (`mechanisms/lengths/work`); tools are not counted.
+    """Return whether the move lets the engine that ends last end earlier, by `GAIN` of
+    its time and by more than the move delays the trajectory. The seconds to the end of
+    an engine's work are given without and with the move (`mechanisms/lengths/work`);
+    tools are not counted.
     """
     before = max(source_s[0], target_s[0])
     return before - max(source_s[1], target_s[1]) > exposed_s + GAIN * before
@@ -64,7 +62,7 @@ def worth_it(
 
 def transfer_epoch(requests: Sequence[Request], busy: Collection[EngineId]) -> list[Request]:
     """Return the requests to start now: longest first, no engine in two transfers at
-    once. `busy` engines are in one already.
+    the same time. `busy` engines are in a transfer already.
     """
     taken = dict.fromkeys(busy)
     chosen = []
