@@ -4,6 +4,7 @@ pace, and a journal is read as it happened.
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scheduling import long_tasks
 from benchmarks.scheduling.bench import VariantRun, figures_of, over
 from benchmarks.scheduling.long_tasks import ACTION_WORDS, MOST_TURNS, LongTask
 from benchmarks.scheduling.paced_engine import TOKENS, Pacer, StepPace
@@ -36,7 +38,7 @@ from benchmarks.scheduling.variants import (
 from rollweave.cli.bench import bench
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.planner.batching import StepWork
-from rollweave.envs.base import Split
+from rollweave.envs.base import Split, Step
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -58,6 +60,25 @@ from tests.support.simulation import one_domain
 # The workload.
 
 
+async def no_sleep(_: float) -> None:
+    """Return at once."""
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools answer without a latency."""
+    monkeypatch.setattr(long_tasks, "asyncio", SimpleNamespace(sleep=no_sleep))
+
+
+def step_of(env: LongTask, action: str) -> Step:
+    """Return the result of a step, which waits for nothing."""
+    try:
+        env.step(action).send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("a step waits for its latency alone")
+
+
 def turns_of(index: int, words: tuple[str, ...]) -> tuple[int, list[str]]:
     """Return the number of an episode's turns and its observations, for an agent that
     repeats these words.
@@ -66,7 +87,7 @@ def turns_of(index: int, words: tuple[str, ...]) -> tuple[int, list[str]]:
     task = LongTask.make_task(index=index, seed=5, split=Split.TRAIN, options={})
     read = [env.reset(task).messages[0].content]
     for turn in range(MOST_TURNS):
-        step = env.step(words[turn % len(words)])
+        step = step_of(env, words[turn % len(words)])
         read += [message.content for message in step.messages]
         if step.done:
             assert step.reward == 1.0
