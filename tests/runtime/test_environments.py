@@ -20,7 +20,7 @@ from tests.support.variants import mostly_extended
     mostly_extended(["sync", "one_step", "stream", "partial", "bounded"], {"sync", "bounded"}),
 )
 def test_every_mode_keeps_its_bound_of_staleness(tmp_path: Path, mode: str) -> None:
-    rollout = {"mode": mode, "alpha": 1, "spare_members": 1}
+    rollout = {"mode": mode, "spare_members": 1}
     config = make_config(
         tmp_path, rollout=rollout, trainer={"minibatches": 2}, engines={"count": 1}
     )
@@ -54,7 +54,8 @@ def test_a_run_survives_environments_that_raise_hang_or_return_garbage(tmp_path:
 
 def test_a_blocking_environment_is_survived_in_a_process(tmp_path: Path) -> None:
     # a process takes a second to start
-    env = {"env": "tests.support.faulty:FaultyGame", "options": {"faults": {"hangs": 0.12}}}
+    faults = {"hangs_once": str(tmp_path / "hung")}
+    env = {"env": "tests.support.faulty:FaultyGame", "options": {"faults": faults}}
     task = {**env, "step_s": 3.0, "isolation": "process"}
     config = make_config(
         tmp_path,

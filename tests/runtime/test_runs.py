@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from rollweave.core.policy.modes import ALPHA
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
@@ -57,7 +58,7 @@ def test_a_run_writes_all_its_results(tmp_path: Path) -> None:
         "success_rate": summary.success_rate,
         "staleness_max": summary.staleness_max,
     }
-    assert summary.staleness_max <= config.rollout.alpha
+    assert summary.staleness_max <= ALPHA
     status = json.loads((run_dir(config) / "status.json").read_text())
     assert (status["ended"], status["phase"], status["step"]) == (True, "finished", 4)
     assert status["waits"] == []

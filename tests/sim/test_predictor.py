@@ -138,5 +138,5 @@ def test_a_lost_predictor_answers_nothing_and_restarts_empty() -> None:
 
 
 def test_a_simulation_has_no_text_for_a_language_model() -> None:
-    with pytest.raises(ConfigError, match="must not be lm in a simulation"):
+    with pytest.raises(ConfigError, match="must not have lm in a simulation"):
         Stage("lm")

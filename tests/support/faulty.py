@@ -1,10 +1,12 @@
 """Environments that fail as users' environments do: calls that raise, that never
 return, or that return no observation, and rewards that raise.
 
-Their option `faults` has the share of each in the calls, by name.
+Their option `faults` has the share of each in the calls, by name. With `hangs_once`,
+the first call of all processes that can create this file never returns.
 """
 
 import asyncio
+import contextlib
 import random
 import threading
 from typing import Any
@@ -19,8 +21,11 @@ DRAWN = random.Random(7)
 """The draws of this process."""
 
 
-def fault(shares: dict[str, float]) -> str:
+def fault(shares: dict[str, Any]) -> str:
     """Draw the fault of a call; "" for none. Raises RuntimeError."""
+    if "hangs_once" in shares:
+        with contextlib.suppress(FileExistsError), open(shares["hangs_once"], "x"):
+            return "hangs"
     draw = DRAWN.random()
     for name in ("raises", "hangs", "garbage"):
         draw -= shares.get(name, 0.0)
@@ -40,7 +45,7 @@ def scored(episode: Episode, options: Options) -> Score:
 class FaultyLake(FrozenLake):
     """The fixed frozen lake, for an isolated process: a hang blocks its thread."""
 
-    def __init__(self, *, faults: dict[str, float], maps: Any = "fixed") -> None:
+    def __init__(self, *, faults: dict[str, Any], maps: Any = "fixed") -> None:
         super().__init__(maps=maps)
         self._faults = faults
 
@@ -66,7 +71,7 @@ class FaultyLake(FrozenLake):
 class FaultyGame(Game):
     """The game; a hang awaits forever."""
 
-    def __init__(self, *, faults: dict[str, float]) -> None:
+    def __init__(self, *, faults: dict[str, Any]) -> None:
         super().__init__()
         self._faults = faults
 

@@ -76,7 +76,7 @@ def test_no_steps_need_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="needs 4 transcripts"):
+    with pytest.raises(TrainerError, match="needs 16 transcripts"):
         Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))
 
 

@@ -56,7 +56,7 @@ class Channel(Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """How many bytes have arrived through this connection of the body for which
+        """The bytes that have arrived through this connection, of the body for which
         `receive` is waiting.
         """
 
