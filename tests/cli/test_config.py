@@ -77,7 +77,9 @@ def test_defaults_are_what_a_file_may_say() -> None:
 def test_a_setting_says_when_it_must_be_left_out() -> None:
     alpha = part_or_setting("rollout.alpha")
     assert isinstance(alpha, Setting)
-    assert alpha.conflicts == ("Leave it out unless rollout.mode is partial or bounded.",)
+    assert alpha.conflicts == (
+        "Leave it out unless rollout.mode is partial, bounded or decoupled.",
+    )
 
 
 def whole(config: dict[str, Any]) -> bool:
@@ -117,7 +119,7 @@ def test_sections_and_settings_are_shown() -> None:
     code, text = run("tasks.max_turns")
     assert code == 0
     assert "--set tasks.0.max_turns=16" in text
-    assert "--set tasks.0.algorithm.loss=" in run("tasks.algorithm.loss")[1]
+    assert "--set tasks.0.algorithm.advantage=" in run("tasks.algorithm.advantage")[1]
     assert "--set engines.count=1" in run("engines.count")[1]
     assert "--set pools.NAME.site=" in run("pools.site")[1]
     code, text = run("--json-schema")

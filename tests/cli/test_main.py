@@ -165,8 +165,8 @@ def test_help_and_readme_name_every_bench_and_every_bench_is_a_function() -> Non
 def test_a_setting_without_effect_is_refused_with_a_line() -> None:
     unused = ["--mode", "sync", "--set", "rollout.alpha=2", "--set", "algorithm.gamma=0.5"]
     lines = [
-        "rollout.alpha must be left out unless rollout.mode is partial or bounded (it is sync), "
-        "got 2",
+        "rollout.alpha must be left out unless rollout.mode is partial, bounded or decoupled (it "
+        "is sync), got 2",
         "algorithm.gamma must be left out unless algorithm.advantage is gae, gae_turn, gigpo or "
         "gigpo_no_std (it is grpo), got 0.5",
     ]
