@@ -5,12 +5,12 @@ An `Env` is single use: constructed from the options of its `[[tasks]]` entry, `
 once with a task, then `step` until done. Its methods may be `async`; then they run on
 the event loop that all trajectories share and must not block it. Plain methods may
 block: an environment that has any gets a thread for its lifetime, on which they run one
-after another (`threads.py`). A class whose plain methods return at once may set
+after another (`threads.py`). A class whose plain methods return immediately may set
 `blocking = False`; they then run on the event loop. A call that does not return within
 `tasks.step_s` is abandoned, but only `isolation = "process"` can end it.
 
-Beyond `reset` and `step` everything is optional. The hooks are class methods, each of
-which receives the options of the `[[tasks]]` entry:
+Beyond `reset` and `step` everything is optional. The hooks are class methods, which
+receive the options of the `[[tasks]]` entry:
 
 - `make_task(*, index, seed, split, options) -> Task`: task number `index`, equal for
   equal arguments. Without it every task is only a random seed.
@@ -21,9 +21,10 @@ which receives the options of the `[[tasks]]` entry:
   answers.
 - `prompts(options) -> Iterable[tuple[str, Sequence[Message]]]`: the first messages of
   every task, each with its location (file and line, for example), so that a dry run can
-  name those that are too long.
-- `drops_overlong(options) -> bool`: whether those are to be left out instead. Then the
-  run's options have a list `left_out` of their locations, which `make_task` must heed.
+  name prompts that are too long.
+- `drops_overlong(options) -> bool`: whether overlong prompts are left out instead of
+  refused. The run's options then list their locations in `left_out`, and `make_task`
+  must not return these tasks.
 - `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the
   agent may sample (empty: all).
 - `score(episode, options) -> float | Score` (may be async): the reward of a complete
@@ -83,7 +84,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
 class Step(Struct, frozen=True, kw_only=True):
     """The result of one action: the answer, its reward, and whether the episode is over
-    (then `messages` may be empty).
+    (`messages` may then be empty).
 
     `success` of the last step says whether the task was solved. If neither steps nor
     scores of an environment ever set it, results are mean rewards: success is not
@@ -178,9 +179,8 @@ def payload_of(task: Task) -> dict[str, Any]:
 
 
 def split_of(content: str) -> Split:
-    """Return the split to which a task belongs by its content.
-
-    So no training task is ever in a held-out set, whatever is drawn.
+    """Return the split to which a task belongs by its content, so that no training task
+    is ever in a held-out set, whatever is drawn.
     """
     place = mix("split", content) / 2**63
     if place < HELD_OUT:

@@ -1,5 +1,5 @@
-"""The boundary between user code and Rollweave: the one place where its exceptions and
-its malformed values are detected.
+"""The boundary between user code and Rollweave: the only place where the user code's
+exceptions and malformed values are detected.
 
 Invariant: what passes is an `Observation`, `Step` or `Score` of the right types with
 finite numbers; everything else becomes an `EnvError` or `RewardError` that says what
@@ -38,17 +38,17 @@ CONVERSION_ERRORS = (msgspec.ValidationError, TypeError, ValueError, OverflowErr
 """Exceptions that the conversion of a malformed value may raise."""
 
 LARGEST_REWARD = 1e12
-"""Maximum absolute reward: rewards are squared and summed, in float32 too, and larger
-ones overflow.
+"""Maximum absolute reward: rewards are squared and summed, partly in float32, and
+larger rewards would overflow.
 """
 
 SHOWN = 80
 """Maximum characters of a malformed value that an error quotes."""
 
 LEAST_CHARS, CHARS_PER_TOKEN = 1 << 20, 16
-"""Limits of the number of characters in the messages of one answer: at least the first,
-and the second for each token of the task's limit. Tokenizing takes a second for each
-megabyte, during which all trajectories wait.
+"""The characters in the messages of one answer are limited to `CHARS_PER_TOKEN` for
+each token of the task's limit, but at least to `LEAST_CHARS`. Tokenizing takes a second
+for each megabyte, during which all trajectories wait.
 """
 
 REASON_CHARS = 1000
@@ -94,8 +94,8 @@ class GuardedEnv:
     async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
         """Apply the agent's message.
 
-        Passes on how it ended, if the environment's `step` has a parameter
-        `finish_reason`.
+        `finish_reason` says how the message ended, and is passed on if the
+        environment's `step` has a parameter of this name.
         """
         more = {"finish_reason": finish_reason} if self._takes_finish_reason else {}
         step = _checked(await self._called("step", action, **more), Step, "step")
@@ -145,7 +145,7 @@ def takes_finish_reason(env: Any) -> bool:
     try:
         return "finish_reason" in inspect.signature(env.step).parameters
     except USER_EXCEPTIONS:
-        # There is no `step`, which its first call will report, or it has no signature.
+        # There is no `step`, as its first call will report, or it has no signature.
         return False
 
 
@@ -170,8 +170,8 @@ async def score_episode(
 
 
 async def reward_from(call: Awaitable[Any], what: str) -> Any:
-    """Await user code that computes a reward. Raises RewardError, which names `what`
-    raised.
+    """Await user code that computes a reward. Raises RewardError, which says that
+    `what` raised the error.
     """
     task = running_task()
     try:
@@ -189,7 +189,7 @@ async def reward_from(call: Awaitable[Any], what: str) -> Any:
 
 
 def checked_score(value: Any, method: str, *, success: bool | None) -> Score:
-    """Convert what `method` returned to a Score; a number's `success` is the given one.
+    """Convert what `method` returned to a Score; `success` is that of a plain number.
 
     Raises RewardError.
     """
@@ -211,7 +211,7 @@ def checked_score(value: Any, method: str, *, success: bool | None) -> Score:
 
 
 def _asked_to_cancel() -> bool:
-    """Return whether the caller cancels, or its time is up; otherwise user code raised
+    """Return whether the caller cancelled, or its time is up. If not, user code raised
     CancelledError by itself.
     """
     task = asyncio.current_task()
@@ -219,8 +219,8 @@ def _asked_to_cancel() -> bool:
 
 
 def _is_closing(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Return whether Python closes the coroutine of `task`, which awaits user code;
-    otherwise that code raised GeneratorExit.
+    """Return whether Python closes the coroutine of `task`, which awaits user code. If
+    not, the user code raised GeneratorExit.
     """
     return issubclass(type(error), GeneratorExit) and (task is None or running_task() is not task)
 
@@ -239,7 +239,7 @@ def _checked(value: Any, kind: type[T], method: str) -> T:
 
 
 def _key(key: str) -> str:
-    """Return the key, or the digest of one that is too long or not valid text: only
+    """Return the key, or its digest if the key is too long or not valid text: only
     equality matters.
     """
     if len(key) <= KEY_CHARS and valid(key) == key:
@@ -256,7 +256,7 @@ def _typed(value: Any, kind: type[N]) -> N:
 
 
 def _plain(value: Any) -> Any:
-    """Return a Python number for a number of numpy or torch."""
+    """Convert a number of numpy or torch to a Python number."""
     if not hasattr(value, "item"):
         raise TypeError(f"{type_name(value)} is not supported")
     return value.item()
@@ -271,8 +271,8 @@ def _short(value: Any) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """Describe what the conversion of a value raised; for a malformed value the error's
-    text suffices without its name.
+    """Describe the error that the conversion of a value raised. For a malformed value,
+    the error's text suffices without the error's name.
     """
     text = text_of(error)
     return text if issubclass(type(error), CONVERSION_ERRORS) else f"{type_name(error)}: {text}"

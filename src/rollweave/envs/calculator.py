@@ -20,13 +20,12 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 LARGEST = 20
-"""Default of `largest`.
-
-With 9 a tiny model did worse on held-out questions, in one comparison.
+"""Default of `largest`. In one comparison, a tiny model did worse on held-out questions
+with 9.
 """
 
 MOST = 50
-"""Maximum of `largest`: every number that can occur is one word."""
+"""Maximum of `largest`: every number that can occur is a word of the vocabulary."""
 
 CALL_REWARD = 0.2
 INVALID_REWARD = -0.1
@@ -114,10 +113,11 @@ class Calculator:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Return a correct solution (a share of `answers`, half by default), or random
-        calls and answers: it reveals the policy.
+        """Return a correct solution with probability `answers` (half by default), else
+        random calls and answers. The correct solutions reveal the policy.
 
-        The random ones use the numbers of the question and of the results in any order.
+        Random calls and answers use the numbers of the question and of the results in
+        any order.
         """
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options

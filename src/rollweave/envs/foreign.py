@@ -23,7 +23,7 @@ _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
     "<frozen ",
 )
-"""Prefixes of files that are not the user's own: those of Python, of installed
+"""Prefixes of files that are not the user's own: files of Python, of installed
 packages, and of Rollweave.
 """
 
@@ -35,7 +35,7 @@ MAIN_THREAD = (
 """Remedy of code that sets a signal handler or an alarm on another thread."""
 
 _CAUSES = 8
-"""Maximum number of causes of an exception that are looked at."""
+"""Maximum number of an exception's causes that are examined."""
 
 
 def type_name(value: Any) -> str:
@@ -52,8 +52,8 @@ def text_of(error: BaseException) -> str:
 
 
 def describe_error(method: str, error: BaseException) -> str:
-    """Return the error and the place in the code that it came from: the last line of
-    the user's own code, or, if there is none, of any code.
+    """Return the error and the place in the code where it was raised: the last line of
+    the user's own code, or, without a line of the user's, the last line of any code.
     """
     text = text_of(error)
     if _needs_main_thread(error):
@@ -65,7 +65,9 @@ def describe_error(method: str, error: BaseException) -> str:
 
 
 def _needs_main_thread(error: BaseException) -> bool:
-    """Return whether `signal.signal` has raised this error, or one of its causes."""
+    """Return whether `signal.signal` has raised this error or one of the error's
+    causes.
+    """
     cause: BaseException | None = error
     try:
         for _ in range(_CAUSES):

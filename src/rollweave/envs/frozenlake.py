@@ -38,8 +38,8 @@ MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 INVALID_REWARD = -0.1
 AWAY = {"random": 0.3, "fixed": 0.5}
-"""Share of training tasks that begin at another cell with a path to the goal, so that
-the agent also visits states that its policy would avoid.
+"""Share of training tasks that begin at another cell than the map's start, with a path
+to the goal, so that the agent also visits states that its policy would avoid.
 """
 TRANSCRIPT_TURNS = 14
 
@@ -52,9 +52,9 @@ class FrozenLake:
     """An observation is ` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the
     agent answers `<down>`. The reward at the goal is 1.
 
-    A message that is no move costs 0.1 and a turn. Holes are named in the first message
-    only; cells that were visited in this episode are `seen`; columns are letters, rows
-    numbers.
+    A message that is not a move costs 0.1 and a turn. Only the first message names the
+    holes; cells that were visited in this episode are `seen`; columns are letters, and
+    rows are numbers.
     """
 
     blocking = False
@@ -95,7 +95,7 @@ class FrozenLake:
     def _view(self) -> str:
         """Return the agent's position and its neighborhood.
 
-        Two states on one map are equal if these are.
+        Two states on one map are equal if their views are equal.
         """
         row, column = self._place()
         around = ""
@@ -147,8 +147,8 @@ class FrozenLake:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Return uniformly random moves on a training map: the format of a turn and the
-        effect of moves, not which move is good.
+        """Return uniformly random moves on a training map. They show the format of a
+        turn and the effect of moves, but not which move is good.
         """
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
@@ -237,14 +237,14 @@ def _ways_to_goal(lake: Map) -> set[tuple[int, int]]:
 
 
 def _somewhere(lake: Map, rng: random.Random) -> int:
-    """Return a random cell with a path to the goal, by gymnasium's number."""
+    """Return gymnasium's number of a random cell with a path to the goal."""
     row, column = rng.choice(sorted(_ways_to_goal(lake) - {(SIZE - 1, SIZE - 1)}))
     return row * SIZE + column
 
 
 def _random_map(rng: random.Random) -> Map:
     """Return a solvable map, drawn like gymnasium's `generate_random_map`: every cell
-    independently, repeated until solvable.
+    is drawn independently, again and again until the map is solvable.
     """
     while True:
         cells = ["F" if rng.random() < FROZEN else "H" for _ in range(SIZE * SIZE)]
@@ -269,8 +269,8 @@ def _held_out_maps(seed: int, split: Split) -> list[Map]:
     """Return every solvable map of a held-out split, in the order of drawing without
     replacement.
 
-    Each key is exponential with the map's probability as rate: sorting by it is
-    equivalent to drawing in proportion to probability.
+    Each map has an exponentially distributed key, whose rate is the map's probability.
+    Sorting by the keys is equivalent to drawing in proportion to probability.
     """
     rng = random.Random(mix(seed, split))
     drawn: list[tuple[float, Map]] = []

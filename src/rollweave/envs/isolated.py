@@ -1,8 +1,8 @@
 """The process of `isolation = "process"`: `python -m rollweave.envs.isolated`, started
 by `envs/process.py`.
 
-Code of the user's runs on the main thread, where signal handlers work: async methods on
-its event loop, and plain ones while no event loop runs, as in a script. The event loop
+User code runs on the main thread, where signal handlers work: async methods run on its
+event loop, and plain methods while no event loop runs, as in a script. The event loop
 runs between calls too, so an async environment may keep connections alive. A separate
 thread detects the parent's end, even while an environment hangs.
 """
@@ -80,8 +80,8 @@ class MainThread:
 
 
 class IsolatedEnv:
-    """Answers commands about the environment of this process, of which there is at most
-    one at a time. `via` calls plain methods that may block.
+    """Answers commands about the environment of this process, which holds at most one
+    environment at a time. `via` calls plain methods that may block.
     """
 
     def __init__(self, via: Caller) -> None:
@@ -137,10 +137,10 @@ class IsolatedEnv:
 
 
 def _kind(name: str) -> type[Any] | None:
-    """Return the class of the environment, None if there is none."""
+    """Return the class of the environment; None if there is no such class."""
     try:
         return resolve(name)
-    except ConfigError:  # which making the environment raises
+    except ConfigError:  # as making the environment will report
         return None
 
 

@@ -1,4 +1,5 @@
-"""A JSONL file of prompts and a reward function: a task without writing an environment.
+"""Tasks from a JSONL file of prompts and a reward function, for users who write no
+environment.
 
 `records.py` reads the file and chooses its records.
 """
@@ -26,11 +27,11 @@ class Jsonl:
     and its answer is scored.
 
     `reward` is `package.module:function`, called as `function(record, answer)` with the
-    record as a dict; it may be async, and returns a number or a `Score`. `held_out` is
-    a file of held-out records; without it two eighths of `path` are held out. Prompts
-    that are too long for a trajectory are refused before a run, or left out if
-    `overlong` is "drop": the check before the run lists them in `left_out`, as file and
-    line.
+    record as a dict. The function may be async, and returns a number or a `Score`.
+    `held_out` is a file of held-out records; without it two eighths of `path` are held
+    out. Prompts that are too long for a trajectory are refused before a run, or left
+    out if `overlong` is "drop": the check before the run lists them in `left_out`, as
+    file and line.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class Jsonl:
 
 @functools.lru_cache(16)
 def check_records(file: str, prompt: str, reward: str) -> None:
-    """Check the records of a file, also by the `check_record` of the reward function if
-    it has one, which raises ValueError. Raises ConfigError that names file and line.
+    """Check the records of a file. If the reward function has an attribute
+    `check_record`, it is called for each record, and raises ValueError. Raises
+    ConfigError that names file and line.
     """
     check = getattr(_reward(reward), "check_record", None)
     if check is None:

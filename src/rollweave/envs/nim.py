@@ -1,5 +1,5 @@
-"""Nim against an opponent that sometimes plays perfectly: each move takes one to three,
-and taking the last one wins.
+"""Nim against an opponent that sometimes plays perfectly: each move takes one to three
+pieces, and taking the last piece wins.
 
 Invariant: the opponent's moves depend on the task's seed and the moves so far alone.
 The game is so small that held-out tasks have the piles of training tasks; only the
@@ -26,7 +26,7 @@ _ACTION = re.compile(r"\s*<take-([1-3])>\s*")
 
 class Nim:
     """An observation is ` pile=7`; the agent answers `<take-3>`. The reward is 1 for
-    taking the last one, and -0.1 for a message that is no legal move.
+    taking the last piece, and -0.1 for a message that is no legal move.
 
     Piles are drawn from `smallest` to `largest`; the opponent plays perfectly with
     probability `skill`, otherwise at random.
@@ -95,8 +95,8 @@ class Nim:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Return uniformly random moves: the format of a turn, not which move is
-        good.
+        """Return uniformly random moves. They show the format of a turn, but not which
+        move is good.
         """
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options

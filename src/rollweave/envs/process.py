@@ -1,5 +1,4 @@
-"""Environments in child processes: a pool of processes, each of which holds one
-environment at a time.
+"""Environments in child processes: a pool of processes that hold one environment each.
 
 Invariants: a process is idle, leased to exactly one environment or reward, or gone; a
 call that is cancelled (it ran out of time) kills its process, because the state of the
@@ -95,10 +94,10 @@ class EnvProcess:
         return reply
 
     def kill(self) -> None:
-        """Kill the process and those that the environment started. Idempotent."""
+        """Kill the process and its whole process group. Idempotent."""
         if not self.lost:
             with contextlib.suppress(ProcessLookupError):
-                # It leads a process group (`start_new_session`).
+                # The process leads a group (`start_new_session`).
                 os.killpg(self.pid, signal.SIGKILL)
         self._lose("the environment's process was killed")
         self._child.kill()
@@ -130,7 +129,8 @@ class EnvProcess:
 class EnvProcesses:
     """A pool of processes for environments.
 
-    It grows to as many processes as are leased at the same time, which its users bound.
+    The pool grows to the number of processes that are leased at the same time, which
+    its users bound.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -195,7 +195,7 @@ class ProcessEnv:
         ).step
 
     async def close(self) -> None:
-        """Close the environment; the process serves the next one.
+        """Close the environment; the process then serves the next environment.
 
         Raises EnvError if the environment's `close` does.
         """

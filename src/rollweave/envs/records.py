@@ -33,9 +33,9 @@ def draw_record(
     split: Split,
     left_out: tuple[str, ...] = (),
 ) -> tuple[str, int]:
-    """Return the file and row of the split's record number `index`, without those
-    `left_out`, each named as `file:line`. `held_out` "" holds out two eighths of
-    `path`.
+    """Return the file and row of the split's record number `index`. Records in
+    `left_out`, named as `file:line`, do not count. If `held_out` is "", two eighths of
+    `path` are held out.
 
     `field` holds the record's prompt; "" takes the complete record. Raises ConfigError,
     naming options.`option`, for an invalid file or an empty split.
@@ -73,7 +73,7 @@ def _numbered(path: str, field: str, option: str) -> tuple[tuple[int, dict[str, 
 def numbered_records(
     path: str, field: str, option: str = "path"
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Return an iterator over a copy of every record with its line number; its `field`
+    """Return an iterator over the line number and a copy of every record, whose `field`
     is text or messages.
 
     Raises ConfigError that names file and line.
@@ -99,7 +99,7 @@ def record_at(path: str, field: str, row: int, option: str = "path") -> dict[str
 
 def messages_of(prompt: Any, field: str) -> tuple[Message, ...]:
     """Return text as a user's message, and messages as the gateway reads them. `field`
-    is where the prompt is.
+    is the prompt's place, for errors.
 
     Raises ValueError.
     """
@@ -127,7 +127,7 @@ def must_have_field(record: dict[str, Any], field: str, place: str) -> None:
 def _rows(
     path: str, field: str, option: str, split: Split, undivided: bool, left_out: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Return the rows of a split's records, without those left out.
+    """Return the rows of a split's records, without the records in `left_out`.
 
     With `undivided` the file is not divided; its held-out records serve both held-out
     splits.

@@ -58,7 +58,7 @@ DISTRIBUTED = (
 def resolve(name: str) -> type[Any]:
     """Return the class called `name`, an `Env` or a handler.
 
-    Raises ConfigError that says what is wrong with it and lists the known names.
+    Raises ConfigError that says what is wrong with the name and lists the known names.
     """
     kind = load(reference_of(name), what=f"environment {name!r}")
     if not inspect.isclass(kind):
@@ -162,8 +162,8 @@ def load(reference: str, *, what: str) -> Any:
 
 
 def names() -> list[str]:
-    """Return the names that need no module: built in, or registered by an installed
-    package.
+    """Return the names that are built in or registered by an installed package, and so
+    need no module.
     """
     return sorted({*BUILT_IN, *_announced()})
 

@@ -2,8 +2,8 @@
 episodes.
 
 Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out tasks
-come from separate splits, and those of the final evaluation from another split than
-those that choose a checkpoint.
+come from separate splits, one for the choice of a checkpoint and another for the final
+evaluation.
 """
 
 import functools
@@ -50,7 +50,7 @@ class OpenedEnv(Protocol):
         """Release its resources. Raises EnvError."""
 
     def kill(self) -> None:
-        """Release them at once, without waiting; harmless after `close`."""
+        """Release them immediately, without waiting; harmless after `close`."""
 
 
 class DomainEnvProvider:
@@ -105,8 +105,8 @@ class DomainEnvProvider:
 
 
 class InlineEnv:
-    """An environment in this process: its async methods run on the event loop, its
-    plain ones on `thread`, if it has one.
+    """An environment in this process. Its async methods run on the event loop; its
+    plain methods run on `thread`, if there is one.
 
     Nothing can be killed here: a plain method that does not return in time is
     abandoned, with its thread.
@@ -144,7 +144,7 @@ class TaskSource:
     def __init__(
         self, config: RunConfig, *, logs: Path | None = None, imported: bool = True
     ) -> None:
-        """Import the environments, at once or, without `imported`, when they are first
+        """Import the environments, now or, without `imported`, when they are first
         used. The processes of environments write their output to files in `logs`, by
         default in the run directory.
 
@@ -215,8 +215,8 @@ class TaskSource:
             ) from error
 
     def task_of(self, name: str, *, payload: str, seed: int) -> Task:
-        """Return a task of domain `name` with a payload from outside: JSON that its
-        environment reads.
+        """Return a task of domain `name` with a payload from outside, which is JSON for
+        the domain's environment.
         """
         domain, digest = self._domain(name), mix(seed, payload)
         return Task(
@@ -229,7 +229,7 @@ class TaskSource:
         )
 
     def provider(self, name: str) -> DomainEnvProvider:
-        """Return what opens the environments of domain `name`."""
+        """Return the provider of the environments of domain `name`."""
         self._domain(name)
         return self._providers[name]
 
@@ -291,8 +291,8 @@ class TaskSource:
 
 
 def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the images of a handler's sandboxes, as far as they are known before the
-    run: those that its class method `images` lists, or its option `image`. Raises
+    """Return the images of a handler's sandboxes that are known before the run: the
+    images that its class method `images` lists, or its option `image`. Raises
     ConfigError, and what `images` raises.
     """
     if not is_handler(env):

@@ -3,9 +3,8 @@ trajectory.
 
 An environment has one thread for its lifetime, because a resource that it opens (a
 database connection, for example) may belong to the thread that opened it. Nothing
-queues for a thread: there is one for each live environment, whose number
-`rollout.max_running` bounds, and one for each reward being
-computed, whose number it bounds as well.
+queues for a thread: there is one for each live environment and one for each reward
+being computed, and `rollout.max_running` bounds the number of both.
 
 Invariants: calls of one environment run one after another on one thread; an abandoned
 call stays on its thread and is counted until it returns, and its environment is never
@@ -26,8 +25,8 @@ from rollweave.envs.foreign import text_of
 from rollweave.schema.errors import EnvError
 
 MAX_ABANDONED = 64
-"""Maximum number of abandoned calls that have not returned; beyond it no environment
-gets a thread.
+"""Maximum number of abandoned calls that have not returned; beyond this number no
+environment gets a thread.
 """
 
 
@@ -35,26 +34,26 @@ class Caller(Protocol):
     """Calls a user's method, plain or async."""
 
     def __call__(self, method: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-        """Return the method's result, awaited if needed."""
+        """Return the method's result, which is awaited if needed."""
 
 
 async def awaited(value: Any) -> Any:
-    """Return the value, awaited if needed: an environment's methods may be plain or
-    async.
+    """Return the value, which is awaited if needed, since an environment's methods may
+    be plain or async.
     """
     return await value if hasattr(value, "__await__") else value
 
 
 async def call_inline(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call on the calling thread: for methods that do not block, and for a process that
-    does nothing else.
+    """Call the method on the calling thread. For methods that do not block, and for a
+    process that does nothing else.
     """
     return await awaited(method(*arguments))
 
 
 def needs_thread(kind: type[Any]) -> bool:
-    """Return whether environments of this class have plain methods that may block: all
-    may, unless the class sets `blocking = False`.
+    """Return whether environments of this class have plain methods that may block. All
+    plain methods may block unless the class sets `blocking = False`.
 
     An inherited `blocking` does not count, because it says nothing about the methods
     that the class adds.
@@ -71,7 +70,9 @@ class EnvThreads:
 
     def __init__(self) -> None:
         self.abandoned: Counter[str] = Counter()
-        """Number of abandoned calls that have not returned, by what was called."""
+        """Number of abandoned calls that have not returned, by the name of the method
+        and its environment.
+        """
         self.on_abandoned: Callable[[str], None] = lambda text: None
         """Called with a warning for each abandoned call."""
         self._idle: list[_Worker] = []
@@ -114,7 +115,9 @@ class EnvThreads:
         self.abandoned += Counter()
 
     def close(self) -> None:
-        """End all threads: idle ones at once, the others when their calls return."""
+        """End all threads: idle threads immediately, the others when their calls
+        return.
+        """
         self._closed = True
         for worker in self._workers:
             worker.end()
@@ -131,8 +134,8 @@ class EnvThread:
         """True if a call was abandoned: the environment must not be called again."""
 
     async def via(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call like a `Caller`: on the event loop if `method` is async, otherwise on
-        the thread.
+        """Call `method` as a `Caller` does: on the event loop if the method is async,
+        otherwise on the thread.
         """
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)

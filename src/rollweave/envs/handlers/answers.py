@@ -1,12 +1,13 @@
 r"""Final answers: extracted from the agent's last message, and compared with the
 expected answer.
 
-Equal texts and plain numbers are judged here; other mathematics by math-verify, in a
-process that can be ended (`math_judge.py`).
+Equal texts and plain numbers are judged here. Other mathematics is judged by
+math-verify, in a process that can be ended (`math_judge.py`).
 
 Invariants: nothing of the agent's text is evaluated in this process; plain numbers are
 parsed exactly, as fractions, in ASCII digits, and never from text that is only partly a
-number; the work is linear in the text, and `MAX_CHARS` bounds that of an answer.
+number; the work is linear in the length of the text, which `MAX_CHARS` bounds for an
+answer.
 """
 
 import re
@@ -21,19 +22,20 @@ from rollweave.io.extras import how_to_install, missing_from
 from rollweave.schema.errors import RewardError
 
 MAX_CHARS = 1000
-"""Maximum characters of an answer; a longer text is no answer."""
+"""Maximum characters of an answer; a longer text does not count as an answer."""
 
 MAX_DECIMALS = 300
-"""Maximum power of ten that is parsed: 10^(10^9) is short to write and long to compute.
+"""Maximum power of ten that is parsed: 10^(10^9) is quickly written, but takes long to
+compute.
 """
 
 NEAR = Fraction(1, 1000)
 """Relative difference beyond which two plain numbers differ, however they were rounded.
-math-verify judges nearer ones: it takes 0.333333 for 1/3.
+math-verify judges numbers that are nearer to each other: it accepts 0.333333 for 1/3.
 """
 
 WORD_CHARS = 4
-"""Minimum letters of a word: fewer may be a product of variables."""
+"""Minimum letters of a word: fewer letters may be a product of variables."""
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -61,7 +63,7 @@ _RATIO = re.compile(
 
 def boxed_answer(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}`; None if there is none, or its brace
-    is not closed. A content of more than `MAX_CHARS` characters is cut after the next.
+    is not closed. A longer content is cut after `MAX_CHARS` + 1 characters.
     """
     start = -1
     for match in _BOXED.finditer(text):
@@ -100,8 +102,8 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def parse_numbers(text: str) -> tuple[Fraction, ...] | None:
-    """Parse the numbers of a tuple `(1, 2/3)`, or a single one; return None if one of
-    them is not a number.
+    """Parse the numbers of a tuple such as `(1, 2/3)`, or a single number; return None
+    if any part is not a number.
     """
     bare = _NAMED.sub("", _MARKUP.sub("", text).strip()).strip()
     if len(bare) > MAX_CHARS or not (bare.startswith("(") and bare.endswith(")")):
@@ -113,13 +115,14 @@ def parse_numbers(text: str) -> tuple[Fraction, ...] | None:
 
 def equivalent(given: str, expected: str) -> Verdict:
     """Return whether the answer is the expected one: an equal text except for markup,
-    an equal plain number, or what math-verify takes for equal.
+    an equal plain number, or an answer that math-verify accepts as equal.
 
-    25% is 25 hundredths. Where only one of both has the sign, it may also be a unit:
-    the answer 25% to a question for a percentage, whose answer is given as 25.
+    25% is 25 hundredths. If only one of the two answers has the percent sign, the sign
+    may also be a unit: 25% is right if a question asks for a percentage and the
+    expected answer is 25.
 
-    Waits for the judge: not for an event loop, which awaits `judged`. Raises
-    RewardError if there is none.
+    Waits for the judge, so an event loop must await `judged` instead. Raises
+    RewardError without a judge.
     """
     given, expected = _bare(given), _bare(expected)
     return _at_once(given, expected) or math_judge.judge(given, expected)
@@ -134,8 +137,8 @@ async def judged(given: str, expected: str) -> Verdict:
 
 
 def judged_by_text(expected: str) -> bool:
-    """Return whether answers are compared with this one without math-verify: it is a
-    plain number, words, or a letter.
+    """Return whether answers are compared with `expected` without math-verify, because
+    it is a plain number, words, or a letter.
     """
     return (
         _measured(expected)[0] is not None
@@ -159,8 +162,8 @@ def boxed_reward(record: Mapping[str, Any], answer: str) -> Score:
     record's `answer`, or in verl's form its `reward_model.ground_truth`, else 0: a
     reward function of the environment `jsonl`.
 
-    What the agent thinks before `</think>` is no answer. Raises ValueError for a record
-    without an answer, RewardError if there is no judge.
+    The agent's thoughts before `</think>` do not count as an answer. Raises ValueError
+    for a record without an answer, RewardError without a judge.
     """
     expected = _expected_in(record)
     visible = answer.rpartition("</think>")[2]
@@ -203,7 +206,7 @@ def _expected_in(record: Mapping[str, Any]) -> str:
 
 def _at_once(given: str, expected: str) -> Verdict | None:
     """Return the verdict if text and plain numbers decide it; None if math-verify has
-    to. Raises RewardError if that is needed and missing.
+    to decide. Raises RewardError if math-verify is needed and not installed.
     """
     if len(given) > MAX_CHARS:
         return Verdict(equal=False, reason=f"the answer has more than {MAX_CHARS} characters")
@@ -216,9 +219,9 @@ def _at_once(given: str, expected: str) -> Verdict | None:
         if answer_sign != value_sign:
             percent, plain = (answer, value) if answer_sign else (value, answer)
             pairs = [(plain, percent), (plain, percent / 100)]
-        if any(one == other for one, other in pairs):
+        if any(number == other for number, other in pairs):
             return Verdict(equal=True)
-        if not any(abs(one - other) <= NEAR * abs(other) for one, other in pairs):
+        if not any(abs(number - other) <= NEAR * abs(other) for number, other in pairs):
             return Verdict(equal=False)
     if _is_words(expected):
         return Verdict(equal=False)
@@ -231,7 +234,7 @@ def _at_once(given: str, expected: str) -> Verdict | None:
 
 def _bare(text: str) -> str:
     r"""Return the text without the full stop of its sentence, and without a `\text{…}`
-    around all of it.
+    around the whole text.
     """
     bare = text.strip()
     bare = bare if bare.endswith("..") else bare.removesuffix(".")
@@ -270,8 +273,8 @@ def _simple(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Return whether the text is words, which math-verify would take for products of
-    variables: "listen" would be "silent".
+    """Return whether the text is words. math-verify would take words for products of
+    variables, so that "listen" would equal "silent".
     """
     simple = _simple(text)
     return _WORDS.fullmatch(simple) is not None and _WORD.search(simple) is not None

@@ -10,17 +10,18 @@ this order.
 Beyond `init`, `run` and `eval` everything is optional:
 
 - `async close()`: releases what `init` acquired, above all sandboxes, before `eval`.
-  `kill()`: releases it at once, without waiting. Both may be called after an incomplete
-  `init`.
+  `kill()`: releases the same immediately, without waiting. Both may be called after an
+  incomplete `init`.
 - `async init_exception(error)`, `run_exception(error)`, `eval_exception(error)`: called
-  when the stage raised. A `Score` that the last two return is the attempt's reward: the
-  agent caused the failure. None means that it did not, and nothing is trained on.
+  when the stage raised. If the agent caused the failure, the last two return a `Score`,
+  which is the attempt's reward. None means that the agent did not cause the failure,
+  and nothing is trained on.
 - `final_result() -> dict`: further output to store, as JSON: a patch, a test report. It
   is called at the end, whatever the outcome.
 - class methods `make_task`, `words`, `transcript`, `allowed_words`, as for an `Env`;
-  `images(options) -> Iterable[str]`: the images of its sandboxes, as far as they are
-  known before the run, so that they are checked and their files reach every host. By
-  default it is the option `image`.
+  `images(options) -> Iterable[str]`: the images of the handler's sandboxes, as far as
+  they are known before the run, so that they are checked and their files reach every
+  host. By default, the option `image` is the only image.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ class LimitError(RollweaveError):
 class Job:
     """The argument of `init`.
 
-    `seed` differs between attempts; `sandboxes` starts sandboxes, in `eval`, too.
+    `seed` differs between attempts; `sandboxes` starts sandboxes, also in `eval`.
     """
 
     task: Task
@@ -110,15 +111,15 @@ class Agent(Protocol):
     async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
         """Return OpenAI's chat API for a program that converses with the agent itself,
         until `run` ends (`docs/GATEWAY.md`). Fields of its requests that neither the
-        model nor its chat template can read are ignored and recorded, or with
-        `unreadable` "refuse" refused.
+        model nor its chat template can read are ignored and recorded, or refused if
+        `unreadable` is "refuse".
         """
 
 
 class AgentHandler(Protocol):
     """Drives one attempt.
 
-    An exception ends it as a failure of the environment, unless it is `LimitError`.
+    Any exception except `LimitError` ends the attempt as a failure of the environment.
     """
 
     async def init(self, job: Job) -> None:
@@ -128,6 +129,6 @@ class AgentHandler(Protocol):
         """Let the agent work until it is done."""
 
     async def eval(self) -> Score:
-        """Return the reward, after `close`: `run` has stored what it requires, or
-        `eval` starts it again.
+        """Return the reward. `eval` is called after `close`, so it works with what
+        `run` has stored, or starts another sandbox.
         """

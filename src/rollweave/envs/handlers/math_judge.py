@@ -1,11 +1,11 @@
 """math-verify in processes that can be ended: says whether an answer is mathematically
-the expected one.
+equal to the expected answer.
 
-Invariants: an answer cannot make the judge fail for its own benefit: one that exceeds
-the limits of processor time or memory, or ends the judge's process twice, is not the
-expected one, and the verdict says why; what the answer does not cause (no process, a
-busy machine, an expected answer that cannot be read in time) is a `RewardError`, never
-a verdict. No verdict is computed on an event loop.
+Invariants: no answer benefits from making the judge fail: an answer that exceeds the
+limits of processor time or memory, or ends the judge's process twice, counts as wrong,
+and the verdict says why; a failure that the answer does not cause (no process, a busy
+machine, an expected answer that cannot be read in time) is a `RewardError`, never a
+verdict. No verdict is computed on an event loop.
 """
 
 import asyncio
@@ -35,26 +35,30 @@ COMMAND = (sys.executable, "-P", "-m", "rollweave.envs.handlers.math_worker")
 """Command of a judge's process, without the working directory on its import path."""
 
 JUDGES = min(4, os.cpu_count() or 1)
-"""Maximum number of judge processes of this process; each takes about 100 MB."""
+"""Maximum number of judges' processes that this process starts; each takes about 100
+MB.
+"""
 
 WAITING = 1024
 """Maximum number of answers that wait for a judge."""
 
 WAIT_S = 50.0
 """Maximum seconds that an answer waits for its verdict: below the default of
-`tasks.step_s`, so that the failure has this name.
+`tasks.step_s`, so that this error is reported instead of an exceeded `step_s`.
 """
 
 START_S = 60.0
 """Maximum seconds in which a judge's process must import its libraries."""
 
 ANSWER_S = 40.0
-"""Maximum seconds of one verdict. The process bounds its own processor time, so this
-limit ends only a process that the machine does not let run.
+"""Maximum seconds of one verdict. The process bounds its own processor time, so only a
+process that gets no processor time reaches this limit.
 """
 
 CONTROL = "0"
-"""The answer that shows whether another one alone is to blame for a failure."""
+"""An answer that is judged after a failure of another answer, to show whether the other
+answer alone is to blame.
+"""
 
 INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
 """Environment variables of a judge's process; it needs no tokens."""
@@ -79,7 +83,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def judge(given: str, expected: str) -> Verdict:
-    """Return whether math-verify accepts the answer for the expected one; block this
+    """Return whether math-verify accepts the answer as the expected one, and block this
     thread until then. Raises RewardError.
     """
     verdict = _shared.pool.submit(given, expected)
@@ -91,7 +95,9 @@ def judge(given: str, expected: str) -> Verdict:
 
 
 async def judged(given: str, expected: str) -> Verdict:
-    """Return the same without blocking the event loop. Raises RewardError."""
+    """Return the verdict of `judge` without blocking the event loop. Raises
+    RewardError.
+    """
     try:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.wrap_future(_shared.pool.submit(given, expected))
@@ -100,8 +106,8 @@ async def judged(given: str, expected: str) -> Verdict:
 
 
 class _DiedError(Exception):
-    """The judge's process ended by itself, with this status, while it had an answer.
-    `compared` is true if it had read the expected one.
+    """The judge's process ended by itself, with this status, while it judged an answer.
+    `compared` is true if the process had read the expected answer before.
     """
 
     def __init__(self, status: int, tail: str, *, compared: bool) -> None:
@@ -110,14 +116,14 @@ class _DiedError(Exception):
 
 
 class _Process:
-    """One process that runs `math_worker`, and answers one pair at a time."""
+    """A process that runs `math_worker`, and judges one pair of answers at a time."""
 
     def __init__(self) -> None:
-        """Raises RewardError if it cannot be started."""
+        """Raises RewardError if the process cannot be started."""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._received = b""
         env = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        env["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)
+        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
             self._child = subprocess.Popen(
                 COMMAND,
@@ -140,9 +146,9 @@ class _Process:
         return self._child.poll() is None
 
     def ask(self, given: str, expected: str) -> Verdict:
-        """Return its verdict. Raises _DiedError, RewardError."""
+        """Return the verdict of the process. Raises _DiedError, RewardError."""
         assert self._child.stdin is not None, "it was started with pipes"
-        with contextlib.suppress(OSError):  # it has died: there will be no line
+        with contextlib.suppress(OSError):  # the process has died, and will write no line
             self._child.stdin.write(json.dumps([given, expected]).encode() + b"\n")
             self._child.stdin.flush()
         if problem := self._line(ANSWER_S):
@@ -159,8 +165,8 @@ class _Process:
                 stream.close()  # type: ignore[union-attr]
 
     def _line(self, within_s: float, *, compared: bool = False) -> Any:
-        """Return its next line. A process that has none is closed. Raises _DiedError,
-        RewardError.
+        """Return the next line of the process. A process without a line is closed.
+        Raises _DiedError, RewardError.
         """
         assert self._child.stdout is not None, "it was started with pipes"
         poll, deadline = select.poll(), time.monotonic() + within_s
@@ -184,14 +190,14 @@ class _Process:
 
 
 class _Judge:
-    """A process, which is replaced when it has ended."""
+    """A judge, whose process is replaced when it has ended."""
 
     def __init__(self) -> None:
         self._process: _Process | None = None
 
     def verdict(self, given: str, expected: str) -> Verdict:
-        """Return the verdict about a pair. Raises RewardError for what the answer does
-        not cause.
+        """Return the verdict about a pair. Raises RewardError for a failure that the
+        answer does not cause.
         """
         try:
             verdict = self._repeated(given, expected)
@@ -270,7 +276,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.reset()
-        # A forked process has neither the threads nor a right to the processes.
+        # A forked process has no threads, and must not use the processes of its parent.
         os.register_at_fork(after_in_child=self.reset)
         atexit.register(self.kill)
 
@@ -279,7 +285,9 @@ class _Shared:
         self.children = weakref.WeakSet[subprocess.Popen[bytes]]()
 
     def kill(self) -> None:
-        """End all processes at once; otherwise they end after their answer."""
+        """End all processes immediately; without this call they end after their
+        answers.
+        """
         for child in list(self.children):
             child.kill()
 

@@ -1,14 +1,15 @@
 """The process of a judge of mathematics, started by `math_judge.py`: `python -m
 rollweave.envs.handlers.math_worker`.
 
-It reads pairs of an answer and the expected one, a JSON list a line, and writes two
-lines for each: why the expected answer cannot be read, or ""; then, if it can be read,
-whether math-verify takes the answer for it, and why the answer was not compared.
+It reads pairs of an answer and the expected answer, one JSON list per line, and writes
+up to two lines for each pair. The first line says why the expected answer cannot be
+read, or is "". If it can be read, the second line says whether math-verify accepts the
+answer, and why the answer was not compared.
 
 The limits count processor time, so a busy machine changes no verdict. A computation
 that the interpreter cannot interrupt, such as a power of a large integer, is ended by
-the system, with this process. The process also ends when its input does, as with its
-parent.
+the system, together with this process. The process also ends when its input ends, as at
+the end of its parent.
 """
 
 import json
@@ -20,13 +21,15 @@ from collections.abc import Callable
 from typing import Any
 
 CPU_S = 3.0
-"""Maximum seconds of processor time to read the expected answer, and to compare."""
+"""Maximum seconds of processor time for each of two steps: reading the expected answer,
+and comparing.
+"""
 
 GRACE_S = 2.0
 """Further seconds after which the system ends the process."""
 
 MEMORY = 2 << 30
-"""Maximum bytes of its address space."""
+"""Maximum bytes of the process's address space."""
 
 KEPT = 512 << 20
 """Bytes of resident memory beyond which the process ends after an answer."""
@@ -89,7 +92,7 @@ def _limited(call: Callable[[], Any]) -> tuple[Any, str]:
     end, most = int(used.ru_utime + used.ru_stime + CPU_S + GRACE_S) + 1, _most_seconds()
     resource.setrlimit(resource.RLIMIT_CPU, (end if most < 0 else min(end, most), most))
     try:
-        # It repeats, for a library that catches everything.
+        # The timer repeats, in case a library catches every exception.
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S, CPU_S / 10)
         try:
             return call(), ""
@@ -102,8 +105,8 @@ def _limited(call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _resident() -> int:
-    """Return the bytes of resident memory. (The maximum that `getrusage` reports is at
-    first that of the process from which this one was forked.)
+    """Return the bytes of resident memory. (`getrusage` reports a maximum that includes
+    the process from which this process was forked.)
     """
     try:
         with open("/proc/self/statm") as file:

@@ -4,7 +4,8 @@ the agent through OpenAI's chat API only.
 `init` starts the sandbox and writes the files, and the task as `task.json`, into the
 folder in which the program will run. `run` starts the program with OPENAI_BASE_URL and
 OPENAI_API_KEY and waits for its end; beyond the agent's turns or tokens the gateway
-answers 429 or 400, and the turns so far count. `eval` scores the files that it wrote.
+answers 429 or 400, and the turns so far count. `eval` scores the files that the program
+wrote.
 
 Invariants: the program never sees the fields of its task that are `hidden`, nor
 `score_files`; a scoring command runs in a clean sandbox, in which only the files of the
@@ -58,7 +59,7 @@ SCORE_S = 600.0
 """Time limit in seconds of a scoring command, for example a test suite."""
 
 OUTPUTS_BYTES = 8 * MIB
-"""Maximum size of all files of `outputs` together: a scoring command gets them as
+"""Maximum bytes of all files of `outputs` together: a scoring command gets the files as
 JSON.
 """
 
@@ -78,8 +79,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """The result of a command that ran beside a submission. `rc` is its exit status, or
-    the negated number of a signal.
+    """The result of a command that ran in a sandbox with a submission. `rc` is the exit
+    status, or the negated number of a signal.
     """
 
     rc: int
@@ -103,8 +104,8 @@ class RunsSubmission(Protocol):
         in the folder that the variable SUBMISSION names.
 
         Each call has a separate sandbox, so that code of one call cannot reach another.
-        Raises SandboxSpoiledError, which gives the attempt reward 0 if it propagates,
-        if code inside ends or overloads its sandbox.
+        Raises SandboxSpoiledError if code inside ends or overloads its sandbox; if this
+        error propagates, the attempt gets reward 0.
         """
 
 
@@ -117,11 +118,10 @@ async def _no_submission(command: Sequence[str], **_: Any) -> Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The argument of a scoring function.
-
-    `task` is the complete task, including hidden fields; `outputs` are the output files
-    that exist. `run` runs submitted code, where the option `submission` is given, so
-    that the function can judge what it does (`RunsSubmission`).
+    """The argument of a scoring function. `task` is the complete task, including hidden
+    fields; `outputs` are the existing output files. If the option `submission` is
+    given, `run` runs submitted code, so that the function can judge what the code does
+    (`RunsSubmission`).
     """
 
     task: Mapping[str, Any]
@@ -132,7 +132,7 @@ class Outcome:
     run: RunsSubmission = field(default=_no_submission, repr=False, compare=False)
 
     def as_json(self) -> bytes:
-        """Return the fields but `run`, for a scoring command."""
+        """Return the fields except `run`, for a scoring command."""
         fields = {name: value for name, value in vars(self).items() if name != "run"}
         return json.dumps(fields).encode()
 
@@ -314,8 +314,8 @@ class Program(SandboxHandler):
             self._forget = weakref.finalize(self, forget, self._snapshot)
 
     async def eval(self) -> Score:
-        """Return the reward. Raises RewardError for a command that fails, or prints no
-        number.
+        """Return the reward. Raises RewardError for a scoring command that fails or
+        prints no number.
         """
         assert self._outcome is not None, "run comes first"
         try:
@@ -329,7 +329,7 @@ class Program(SandboxHandler):
                 await asyncio.to_thread(self._forget)
 
     def final_result(self) -> dict[str, Any]:
-        """Return the exit status and the end of the output, of the program and of the
+        """Return the exit status and the end of the output of the program and of the
         scoring command, and why files of `outputs` could not be read.
         """
         outcome = self._outcome
@@ -407,7 +407,7 @@ class Program(SandboxHandler):
                 outputs[path] = plain(data.decode(errors="replace"))
             except SandboxLostError:
                 raise
-            except SandboxError as error:  # the score decides what that means
+            except SandboxError as error:  # the score decides what a missing file means
                 self._unread[path] = str(error)
         return outputs
 

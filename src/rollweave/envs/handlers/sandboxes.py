@@ -1,7 +1,7 @@
 """The sandboxes of a world: one back end for all attempts, started on demand, and a
-pool of warm sandboxes; and the base of the handlers that use one.
+pool of warm sandboxes. Also the base class of handlers with a sandbox.
 
-Invariants: when it is closed, no sandbox, process or folder of it is left; the image of
+Invariants: after `Sandboxes.close`, no sandbox, process or folder is left; the image of
 a sandbox stays in the cache as long as the attempt that uses it.
 """
 
@@ -40,8 +40,8 @@ from rollweave.schema.errors import (
 )
 
 KINDS = 8
-"""Maximum number of specifications whose sandboxes are kept warm: the first that are
-requested.
+"""Maximum number of specifications whose sandboxes are kept warm: the first requested
+ones.
 """
 
 
@@ -53,7 +53,7 @@ class StartsSandboxes(Protocol):
         archive or a recipe (`sandbox.base.is_reference`).
 
         Raises SandboxError, ConfigError, ValueError; ImageError if the image cannot be
-        had.
+        obtained.
         """
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
@@ -64,18 +64,18 @@ class ImagePort(Protocol):
     """Gets images (`sandbox/image_supply.py`)."""
 
     async def find(self, text: str) -> Lease | None:
-        """Hold an image of the cache; return None if it is not there."""
+        """Hold an image of the cache; return None if the image is not in the cache."""
 
     async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
         """Return an image, from any source that has it."""
 
 
 class NotCachedError(ImageError):
-    """The image is not in the cache, and was not to be obtained."""
+    """The image is not in the cache, and must not be obtained."""
 
 
 class Sandboxes:
-    """`name` is that of a back end (`sandbox/registry.py`), None the default one.
+    """The sandboxes of the back end `name` (`sandbox/registry.py`; None: the default).
 
     All calls belong to the event loop's thread.
     """
@@ -89,8 +89,8 @@ class Sandboxes:
         cached_only: bool = False,
     ) -> None:
         """Keep `warm` sandboxes of each specification ready, so that taking one costs
-        only a message. `images` gets what `is_reference`; with `cached_only`, only what
-        is in the cache.
+        only a message. `images` gets the images for which `is_reference` is true; with
+        `cached_only`, only images in the cache.
         """
         self._name, self._warm = name, warm
         self._images, self._cached_only = images, cached_only
@@ -103,7 +103,8 @@ class Sandboxes:
     async def image(self, text: str) -> Lease:
         """Return an image, which stays until its lease is closed.
 
-        Raises ConfigError, ImageError; NotCachedError if it was not to be obtained.
+        Raises ConfigError, ImageError; NotCachedError if the image must not be
+        obtained.
         """
         if self._images is None:
             raise ImageError(f"image must be a folder without a cache of images, got {text!r}")
@@ -123,8 +124,8 @@ class Sandboxes:
         return await self.start_with(spec)
 
     async def start_with(self, spec: SandboxSpec, lease: Lease | None = None) -> Sandbox:
-        """Start a sandbox whose image is HOST or a folder, that of the lease if it
-        comes from the cache.
+        """Start a sandbox whose image is HOST or a folder. `lease` is the lease of an
+        image that comes from the cache.
         """
         boxes = self._started()
         if not self._warm:
@@ -204,7 +205,7 @@ def _close_all(leases: list[Lease]) -> None:
 
 
 class SandboxHandler:
-    """Base of the handlers with a sandbox, which it releases before the reward.
+    """Base of the handlers with a sandbox, which is released before the reward.
 
     The agent is to blame if the sandbox is spoiled. A subclass assigns `_sandbox`.
     """
@@ -222,14 +223,14 @@ class SandboxHandler:
             self._sandbox.kill()
 
     async def run_exception(self, error: BaseException) -> Score | None:
-        """Return reward 0 if the agent's code spoiled the sandbox, otherwise None:
+        """Return reward 0 if the agent's code spoiled the sandbox, else None, since
         other failures say nothing about the agent.
         """
         return Score(reward=0.0, success=False) if isinstance(error, SandboxSpoiledError) else None
 
     async def eval_exception(self, error: BaseException) -> Score | None:
-        """Classify an exception as in `run`, because code that the agent left runs
-        here, too.
+        """Classify an exception as in `run`, because code that the agent left also runs
+        in `eval`.
         """
         return await self.run_exception(error)
 
@@ -239,8 +240,8 @@ async def exec_after_agent(
 ) -> ExecResult:
     """Run a command in a sandbox in which code of the agent has run.
 
-    Raises SandboxSpoiledError if that code prevents the command from starting: it has
-    removed the work folder, for example.
+    Raises SandboxSpoiledError if the agent's code prevents the command from starting,
+    because it has removed the work folder, for example.
     """
     try:
         return await sandbox.exec(command, stdin=stdin, timeout_s=timeout_s)
@@ -251,8 +252,8 @@ async def exec_after_agent(
 
 
 def check_seen(options: Options) -> None:
-    """Raise ConfigError for `packages` and a `folder` among a handler's options that no
-    sandbox can have. To be called for every task that is drawn, and so before a run.
+    """Raise ConfigError if `packages` or `folder` of a handler's options cannot be in a
+    sandbox. Must be called for every task that is drawn, and so before a run.
     """
     for option, check in (("packages", _check_packages), ("folder", check_folder)):
         if value := options.get(option):

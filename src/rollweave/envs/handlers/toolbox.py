@@ -2,8 +2,8 @@
 submission of the work.
 
 Invariants: an answer is at most about `output_bytes` long, and says how much is left
-out; what an intact sandbox does not do (no such file, a full disk) is an answer; if the
-sandbox is lost or silent, `SandboxError` is raised.
+out; an action that fails in an intact sandbox (no such file, a full disk) is an answer;
+if the sandbox is lost or silent, `SandboxError` is raised.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -46,16 +46,15 @@ def toolbox(
     timeout_s: float = TIMEOUT_S,
     output_bytes: int = OUTPUT_BYTES,
 ) -> list[Tool]:
-    """Return the tools of these names (`check_tools`), in their order.
-
+    """Return the tools with these names (`check_tools`), in the order of the names.
     `timeout_s` limits a command or cell.
     """
     return [MAKERS[name](sandbox, timeout_s, output_bytes) for name in names]
 
 
 def packages_of(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the packages that a sandbox needs for the tools of these names, as far as
-    they are installed: without IPython, cells are plain Python.
+    """Return the installed packages that a sandbox needs for the tools with these
+    names. If IPython is not installed, cells are plain Python.
     """
     return installed("ipython") if "ipython" in names else ()
 
@@ -175,7 +174,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "insert": ("insert_line", "new_str"),
     "undo_edit": (),
 }
-"""Commands of the editor, and the arguments that each needs beside a path."""
+"""Commands of the editor, and the arguments that each needs in addition to a path."""
 
 
 async def _edit(editor: Editor, arguments: Arguments) -> str:

@@ -1,11 +1,11 @@
 """The loop of an agent with tools: it replies, its calls are validated and run, and it
 receives the answers, until it calls nothing.
 
-Invariants: calls run in their order, one at a time, and each gets one answer, up to one
-that is final; an invalid call is reported to the agent and raises nothing; what the
-agent cannot help is raised: a lost sandbox, `LimitError`, a bug of the tool. The tools
-decide the length of answers: the built-in ones (`envs/handlers/toolbox.py`) are
-bounded.
+Invariants: calls run in their order, one at a time, and each gets one answer, up to the
+first final answer; an invalid call is reported to the agent and raises nothing;
+failures that the agent did not cause (a lost sandbox, `LimitError`, a bug of the tool)
+are raised. The tools decide the length of answers: the built-in ones
+(`envs/handlers/toolbox.py`) are bounded.
 """
 
 import itertools
@@ -32,10 +32,12 @@ for models whose template shows no tools.
 """
 
 MAX_CALLS = 16
-"""Maximum calls in one message. More indicate a model that repeats itself."""
+"""Maximum calls in one message. More calls indicate a model that repeats itself."""
 
 MAX_FAULTS = 3
-"""Maximum faults of one call that are reported: the agent corrects these first."""
+"""Maximum faults of one call that are reported: the agent corrects the reported faults
+first.
+"""
 
 FAULT_CHARS = 300
 """Maximum characters of one fault: it quotes the argument."""
@@ -62,10 +64,10 @@ async def converse(
     """Let the agent continue from `messages` until it calls no tool, or a tool's answer
     is `Final`. Return all messages.
 
-    With `calls = "text"` a fenced block with a tool's name calls it, one in each
-    message, and the answer is a user's message: the first messages have to explain this
-    (`text_call_instructions`). Raises LimitError, SandboxError; ValueError for tools
-    that cannot be offered.
+    With `calls = "text"`, a fenced block with a tool's name calls the tool. A message
+    may have one such block, and the answer is a user's message. The first messages have
+    to explain this (`text_call_instructions`). Raises LimitError, SandboxError;
+    ValueError for tools that cannot be offered.
     """
     known = {tool.name: (tool, _checker(tool)) for tool in tools}
     if len(known) < len(tools):
@@ -103,7 +105,7 @@ async def converse(
 
 
 def text_call_instructions(tools: Sequence[Tool]) -> str:
-    """Return what a prompt has to say if calls are fenced blocks.
+    """Return the instructions that a prompt must have if calls are fenced blocks.
 
     Raises ValueError as `converse` does.
     """
@@ -122,11 +124,11 @@ def text_call_instructions(tools: Sequence[Tool]) -> str:
 
 
 def fenced_blocks(text: str) -> tuple[list[tuple[str, str]], str]:
-    """Return fenced blocks as `(language, body)`, and the language of one that is not
-    closed ("" if all are).
+    """Return fenced blocks as `(language, body)`, and the language of a block that is
+    not closed ("" if all are closed).
 
-    A fence is a line that begins with three backquotes; only a bare one closes, so that
-    a body may show others.
+    A fence is a line that begins with three backquotes. Only a fence without a language
+    closes a block, so that a body may show other fences.
     """
     blocks: list[tuple[str, str]] = []
     language, body = "", [""]
@@ -145,7 +147,7 @@ def fenced_blocks(text: str) -> tuple[list[tuple[str, str]], str]:
 
 
 def _call_in_text(text: str, fields: Mapping[str, str]) -> ToolCall | str | None:
-    """Return the call in a message, or what is wrong with it; None if there is none."""
+    """Return the call in a message, or what is wrong with it; None without a call."""
     blocks, unclosed = fenced_blocks(text)
     calls = [(name, body) for name, body in blocks if name in fields]
     if unclosed in fields:
@@ -194,8 +196,8 @@ async def _answer(known: Mapping[str, tuple[Tool, Validator]], call: ToolCall) -
 
 
 def _can_be_sent(value: object) -> bool:
-    """Return whether the value is valid text: half of a surrogate pair, which JSON can
-    escape, is not.
+    """Return whether all text in the value is valid. Half of a surrogate pair, which
+    JSON can escape, is invalid.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -217,7 +219,7 @@ def _checker(tool: Tool) -> Validator:
 
 
 def _text_field(tool: Tool) -> str:
-    """Return the parameter that a block's body is; "" if the tool takes none."""
+    """Return the parameter whose value is a block's body; "" if the tool takes none."""
     needed = list(tool.parameters.get("required", ()))
     kinds = [tool.parameters["properties"][name].get("type") for name in needed]
     if kinds not in ([], ["string"]):
