@@ -1,4 +1,5 @@
-"""Decide whether a rollout step may run now beside a serving model (ROSE §4.1).
+"""Decide whether a rollout step may run now on the engine of a serving model (ROSE
+§4.1).
 
 One model computes at a time, and serving comes first. A rollout step runs between two
 serving steps if the slack of every serving request, the time for which it can wait,
@@ -7,17 +8,17 @@ covers the step:
     prefill   S_r = arrival + TTFT - now - T_prf(tokens)        (eq. 1)
     decode    S_r = newest token + TPOT - now - T_dec(batch)    (eq. 2)
 
-TTFT is the limit on the time to the first token, TPOT that on the time per further
+TTFT is the limit on the time to the first token, TPOT the limit on the time per further
 token; T_prf and T_dec are the profiled seconds of the step. The smallest slack decides.
-Each request has the equation of the phase that it is in, so the first one holds for an
-engine that only computes prompts, the second for one that only decodes, and both for an
-engine that does both.
+The phase of a request determines its equation, so the first equation holds for an
+engine that only computes prompts, the second for an engine that only decodes, and both
+for an engine that does both.
 
 In the paper, an engine has one phase. If one step computes both, the slack of a
 decoding request also covers the prompts in that step, and the slack of a prompt covers
 the decoding requests. The TPOT of a request is a mean over its tokens: a request that
 other prompts have delayed has less slack than by equation 2 until it has caught up, and
-a request that is early has no more.
+a request that is early has no more slack than by equation 2.
 
 The paper profiles T once. Here a profile is corrected online: each step gives a ratio
 of measured to profiled seconds, and estimates are multiplied by the 99th percentile of
@@ -44,16 +45,16 @@ WINDOW = 256
 """
 
 FIRST_MARGIN = 1.25
-"""Factor of estimates before a step was measured. It counts as one measured ratio until
-`PROVEN` others have been measured.
+"""Factor of estimates before any step was measured. It counts as one measured ratio
+until `PROVEN` ratios have been measured.
 """
 
 PROVEN = 32
-"""Number of measured steps of a kind from which only they correct its estimates."""
+"""Number of measured steps of a kind after which `FIRST_MARGIN` no longer counts."""
 
 QUANTILE = 0.99
-"""Quantile of the measured ratios by which estimates are multiplied: latency limits are
-those of the 99th percentile, too.
+"""Quantile of the measured ratios by which estimates are multiplied: latency limits
+hold for the 99th percentile, too.
 """
 
 
@@ -90,9 +91,9 @@ class Slo(Struct, frozen=True, kw_only=True):
 class Curve(Struct, frozen=True):
     """Measured seconds by size (tokens, or sequences), in increasing sizes.
 
-    Between two sizes the seconds are interpolated. Beyond the last one they grow in
-    proportion to the size, or with the last slope if that is steeper. Below the first
-    one they are those of the first.
+    Between two sizes the seconds are interpolated. Beyond the last size they grow in
+    proportion to the size, or with the last slope if it is steeper. Below the first
+    size they are the seconds of the first size.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -158,8 +159,8 @@ class Decoding(Struct, frozen=True, kw_only=True):
     tokens: int = 1
 
     def due(self, tpot_s: float) -> float:
-        """Return when the next token is due: `tpot_s` after the newest one, or earlier
-        if the mean since the first one would exceed it.
+        """Return when the next token is due: `tpot_s` after the newest token, or
+        earlier if the mean time per token since the first token would exceed `tpot_s`.
         """
         return min(self.newest + tpot_s, self.first + self.tokens * tpot_s)
 
@@ -176,7 +177,7 @@ class Latest:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """Add a value, in place of the oldest one if there are `size` others."""
+        """Add a value, in place of the oldest value if there are `size` others."""
         if len(self._values) == self._size:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
@@ -184,12 +185,12 @@ class Latest:
 
     @property
     def mean(self) -> float:
-        """Their mean. There must be at least one."""
+        """The mean of the values. There must be at least one value."""
         return sum(self._values) / len(self._values)
 
     def percentile(self, *more: float) -> float:
-        """Return the 99th percentile of these values and `more`: the smallest that at
-        most a hundredth of them exceed.
+        """Return the 99th percentile of these values and `more`: the smallest value
+        that at most a hundredth of all values exceed.
         """
         values = sorted([*self._sorted, *more]) if more else self._sorted
         return values[math.ceil(QUANTILE * len(values)) - 1]
@@ -229,7 +230,7 @@ def ttft_slack(
     beside_s: float = 0.0,
 ) -> float:
     """Return the slack of equation 1. The steps that compute the prompt take `beside_s`
-    longer, for other requests.
+    longer because of other requests.
     """
     prefill_s = factor * profile.prefill_s(request.ahead + request.tokens, mode)
     return request.arrived + slo.ttft_s - now - prefill_s - beside_s
@@ -245,14 +246,14 @@ def tpot_slack(
     beside_s: float = 0.0,
 ) -> float:
     """Return the slack of equation 2 for a request whose next token is due at `due`, in
-    a batch of this size. The step takes `beside_s` longer, for prompts.
+    a batch of this size. The step takes `beside_s` longer because of prompts.
     """
     return due - now - factor * profile.decode.seconds(batch) - beside_s
 
 
 class Admission:
-    """Decides for one serving engine. `profile` is that of the serving model, `rollout`
-    that of the rollout model.
+    """Decides for one serving engine. `profile` is the serving model's profile,
+    `rollout` the rollout model's.
     """
 
     def __init__(
@@ -277,13 +278,13 @@ class Admission:
         longest_s: float = 0.0,
         mean_s: float = 0.0,
     ) -> float:
-        """Return the smallest slack of all serving requests; infinity if there are
-        none.
+        """Return the smallest slack of all serving requests; infinity if there are no
+        requests.
 
         The next serving step computes `pending` tokens of waiting prompts. Another
         request may arrive at any time. It must meet its limit even if its prompt takes
         `longest_s`, and requests that decode keep time for a prompt that takes
-        `mean_s`. Either is 0 if none is expected.
+        `mean_s`. Both are 0 if no request is expected.
         """
         prefill_factor = self.corrections.factor(StepKind.SERVING_PREFILL)
         # a step of both kinds is corrected as a prefill
@@ -310,7 +311,7 @@ class Admission:
         if decodes:
             slacks.append(
                 tpot_slack(
-                    min(one.due(self.slo.tpot_s) for one in decodes),
+                    min(request.due(self.slo.tpot_s) for request in decodes),
                     profile=self.profile,
                     batch=len(decodes),
                     now=now,
@@ -334,9 +335,9 @@ class Admission:
         ) + factors.factor(StepKind.ROLLOUT_DECODE) * self.rollout.decode.seconds(decode)
 
     def admits(self, slack: float) -> bool:
-        """Return whether the smallest rollout step fits in the slack: one that decodes
-        a sequence, or computes a token of a prompt. No larger one is taken to be
-        faster.
+        """Return whether the smallest rollout step fits in the slack: a step that
+        decodes one sequence, or computes one token of a prompt. Larger steps are
+        assumed not to be faster.
         """
         return slack >= min(self.step_s(prompt=0, decode=1), self.step_s(prompt=1, decode=0))
 
@@ -347,18 +348,19 @@ class Admission:
         return _halved(most, lambda decode: self.step_s(prompt=0, decode=decode) <= slack)
 
     def slots(self, *, longest_s: float, most: int) -> int:
-        """Return how many rollouts may hold a slot beside serving requests, at least 1:
-        as many as a step can decode in the slack of a request that has just arrived,
-        whose prompt takes `longest_s`, and of one that has just sampled a token.
+        """Return how many rollouts may hold a slot in addition to serving requests, at
+        least 1. It is the number that a step can decode both in the slack of a request
+        that has just arrived and whose prompt takes `longest_s`, and in the slack of a
+        request that has just sampled a token.
         """
         decode_s = self.corrections.factor(StepKind.SERVING_DECODE) * self.profile.decode.seconds(1)
         room = min(self.slo.ttft_s - longest_s, self.slo.tpot_s - decode_s)
         return max(1, self.decoding(room, most=most))
 
     def chunk(self, slack: float, *, decode: int) -> int:
-        """Return how many prompt tokens a rollout step beside `decode` sequences may
+        """Return how many prompt tokens a rollout step with `decode` sequences may
         have: the largest power of two up to `CHUNK_TOKENS` whose step fits in the
-        slack, 0 if none does.
+        slack, or 0 if no step fits.
         """
         return _halved(
             CHUNK_TOKENS, lambda prompt: self.step_s(prompt=prompt, decode=decode) <= slack
@@ -381,13 +383,15 @@ def stalled(progressed: float, now: float) -> bool:
 
 class Progress:
     """The latest progress of the rollouts on a lent engine. A turn that holds a slot
-    may be left out of steps in which others fit.
+    may be left out of steps in which other turns fit.
     """
 
     def __init__(self) -> None:
         self._stepped = 0.0
         self._computed: dict[str, tuple[int, float]] = {}
-        """The computed tokens of each turn in a slot, and since when it has them."""
+        """The number of computed tokens of each turn in a slot, and when it last
+        changed.
+        """
 
     def restart(self, now: float) -> None:
         """Note that no turn waited for a step until now."""
@@ -405,8 +409,8 @@ class Progress:
         }
 
     def stalled(self, live: Collection[str], now: float) -> list[str]:
-        """Return the turns to give back: all that are `live` if there was no step for
-        too long, otherwise those in a slot that had none.
+        """Return the turns to give back: all `live` turns if there was no step for too
+        long, otherwise the turns in a slot that made no progress for too long.
         """
         if stalled(self._stepped, now):
             return list(live)

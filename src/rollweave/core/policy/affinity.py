@@ -1,7 +1,7 @@
 """Choose the pool of engines that serves a task domain (RollArt §5.2).
 
-A task domain names the hardware that suits it: one whose prompts cost most prefers GPUs
-with much computing power, one that mostly samples prefers memory bandwidth.
+A task domain names the hardware that suits it: a domain whose prompts cost most prefers
+GPUs with much computing power, a domain that mostly samples prefers memory bandwidth.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,12 +18,10 @@ def serving_pool(preferred: Sequence[str], live: Collection[str]) -> str | None:
 
 
 def next_pool(shares: Mapping[str, float], given: Mapping[str, int]) -> str:
-    """Return the pool for the next trajectory of a domain, of those with a share: the
-    one that would lack most of its share. `given` are the trajectories that the pools
-    have had.
-
-    So each has its share of them within one trajectory per pool, at any time. Raises
-    ValueError without shares.
+    """Return the pool for the next trajectory of a domain: among the pools with a
+    share, the pool that would lack most of its share. `given` are the trajectories that
+    the pools have had. At any time, each pool has had its share of the trajectories to
+    within one trajectory per pool. Raises ValueError without shares.
     """
     total = 1 + sum(given.get(pool, 0) for pool in shares)
     whole = sum(shares.values())

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from rollweave.schema.base import Struct
 
 DOWN_AFTER = 3
-"""Number of failed checks in a row that make a server unhealthy: one may be a lost
-packet, two a pause.
+"""Number of failed checks in a row that make a server unhealthy: one failure may be a
+lost packet, two failures a pause.
 """
 
 UP_AFTER = 2
@@ -49,12 +49,12 @@ class Host(Struct, frozen=True, kw_only=True):
 
 
 def spread(llms: Sequence[Host], rollouts: Sequence[Host]) -> Mapping[str, tuple[str, ...]]:
-    """Assign LLM servers to rollout servers: first those of its own host, then the rest
-    round-robin (ProRL, RL trainers).
+    """Assign LLM servers to rollout servers: first the LLM servers of its own host,
+    then the rest round-robin (ProRL, RL trainers).
 
     Every LLM server is used by one rollout server. A rollout server that would get none
-    shares the least shared one, so that no rollout server is idle while there is any
-    LLM server.
+    shares the least shared LLM server, so that no rollout server is idle while there is
+    any LLM server.
     """
     uses: dict[str, list[str]] = {rollout.server: [] for rollout in rollouts}
     if not uses or not llms:

@@ -1,10 +1,10 @@
 """Bind processes to hosts and their devices (RollArt §5.2).
 
 A process is an engine, a trainer rank or a worker. It gets devices that no other
-process has, in its pool or else in a fallback of the pool. If there are none, it shares
-the devices that the fewest processes use, in the first of these pools whose hosts are
-large enough. A process on the CPU takes one of the slots that a host offers to the pool
-in the same way.
+process has, in its pool or else in a fallback of the pool. If there are no such
+devices, it shares the devices that the fewest processes use, in the first of these
+pools whose hosts are large enough. A process on the CPU takes one of the slots that a
+host offers to the pool in the same way.
 """
 
 import math
@@ -19,7 +19,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     """The need of a process: `devices` GPUs of one host, or none for a process on the
     CPU.
 
-    `pools` are its pool and the fallbacks, in order of preference; without any, every
+    `pools` are its pool and the fallbacks, in order of preference; without pools, every
     host will do. Roles of one `group`, such as the ranks of a trainer, are bound to as
     few hosts as possible.
     """
@@ -35,7 +35,7 @@ class Binding(Struct, frozen=True, kw_only=True):
 
     `shared` is true if another process already had one of these GPUs. `pool` is the
     pool of the demand in which the place was found; empty if the demand names none.
-    `group` is that of the demand.
+    `group` is the demand's group.
     """
 
     process: str
@@ -59,12 +59,13 @@ def bind(
     """Return the places of the demands, in order, and the demands without a place.
     Roles that are `bound` already keep their places.
 
-    Larger demands choose first, equal ones in order. Of the hosts with enough free
-    devices, a process takes the one with the most members of its group; then the one
-    with the fewest free devices, so that whole hosts remain for large demands. A
-    process on the CPU takes a host with a free slot: the one with the most members of
-    its group; then the one with the fewest processes per core, not counting those of
-    groups. If no slot is free, it takes the host with the fewest processes per slot.
+    Larger demands choose first, equal demands in order. Of the hosts with enough free
+    devices, a process takes the host with the most members of its group; among equals
+    the host with the fewest free devices, so that whole hosts remain for large demands.
+    A process on the CPU takes a host with a free slot: the host with the most members
+    of its group; among equals the host with the fewest processes per core, not counting
+    processes of groups. If no slot is free, it takes the host with the fewest processes
+    per slot.
     """
     order = list(demands)
     table = _Table(hosts, bound)
@@ -94,7 +95,7 @@ class _Table:
             self.take(binding)
 
     def take(self, binding: Binding) -> None:
-        """Record a binding; one to a host that is gone has no effect."""
+        """Record a binding; a binding to a host that is gone has no effect."""
         if binding.host not in self._hosts:
             return
         group = binding.group
@@ -142,8 +143,8 @@ class _Table:
         return self._unbound(demand)
 
     def _shared(self, demand: Demand, pools: Mapping[str, Sequence[HostSlot]]) -> Binding | Unbound:
-        """Share the least used devices in the first pool with a host that has
-        enough.
+        """Share the least used devices in the first pool that has a host with enough
+        devices.
         """
         for pool, hosts in pools.items():
             large = [host for host in hosts if len(host.devices) >= demand.devices]

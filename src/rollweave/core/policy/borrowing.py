@@ -1,6 +1,6 @@
-"""Choose the serving engines to borrow: those with the lowest recent use of KV memory,
-each lent to at most one run (ROSE §4, System Workflow); and decide how long one that
-gave turns back gets no others.
+"""Choose the serving engines to borrow: the engines with the lowest recent use of KV
+memory, each lent to at most one run (ROSE §4, System Workflow). And decide how long an
+engine that gave turns back gets no new turns.
 """
 
 from collections.abc import Iterable
@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from rollweave.schema.events import Lender
 
 LEASE_S = 30.0
-"""Seconds after which an engine is given back that its lender no longer reports as lent
-to the run.
+"""Seconds after which an engine is given back if its lender no longer reports it as
+lent to the run.
 """
 
 FIRST_REST_S, MOST_REST_S = 2.0, 60.0
-"""Seconds for which an engine gets no turns that has given some back: the first time,
-as long as a stall (ROSE §4.1), and at most.
+"""Seconds for which an engine that gave turns back gets no turns: after the first time
+(as long as a stall, ROSE §4.1), and at most.
 """
 
 
 def rest_s(times: int) -> float:
-    """Return the seconds for which an engine gets no turns that has given some back so
-    many `times` since it last finished one: twice as long as the time before.
+    """Return the seconds for which an engine gets no turns after it gave turns back
+    `times` times since it last finished a turn: twice as long as after the time before.
 
     Serving that leaves rollouts no time, or no memory, will often do so again soon, and
     each turn that tries waits for a stall. Raises ValueError for less than one time.
@@ -31,7 +31,7 @@ def rest_s(times: int) -> float:
 
 
 def to_borrow(lenders: Iterable[Lender], *, held: Iterable[str], most: int) -> list[str]:
-    """Return the lenders to borrow beside those that are `held`, up to `most` in all,
+    """Return the lenders to borrow in addition to those in `held`, up to `most` in all,
     the least used first.
     """
     taken = set(held)
@@ -45,8 +45,8 @@ def to_borrow(lenders: Iterable[Lender], *, held: Iterable[str], most: int) -> l
 
 
 def must_return(name: str, lenders: Iterable[Lender], *, run: str) -> str:
-    """Return the reason why a borrowed engine must be given back at once; "" if it may
-    be kept. A lender that is not reported may be late: its lease decides.
+    """Return the reason why a borrowed engine must be given back immediately; "" if it
+    may be kept. A lender that is not reported may be late: its lease decides.
     """
     for lender in lenders:
         if lender.name == name:

@@ -10,11 +10,9 @@ COST_SHARE = 0.05
 
 
 def checkpoint_is_due(since_s: float, *, every_s: float, last_s: float) -> bool:
-    """True if a checkpoint is due `since_s` seconds after the last one was requested,
-    which took `last_s` to write.
-
-    `every_s` is the wanted interval; 0 asks for none. Raises ValueError for negative
-    seconds.
+    """True if a checkpoint is due `since_s` seconds after the last checkpoint was
+    requested, which took `last_s` to write. `every_s` is the wanted interval; 0 asks
+    for no checkpoints. Raises ValueError for negative seconds.
     """
     for name, seconds in (("every_s", every_s), ("last_s", last_s)):
         if seconds < 0:

@@ -8,9 +8,9 @@ from rollweave.schema.rollouts import SERVICE_CALLS
 
 OPPONENTS = 6
 """Maximum number of members with which one member is compared; even. Up to 7 members
-are all compared with each other; in larger groups each is compared with exactly 6
-others, so that the requests to the judge grow with the number of members, not with its
-square.
+are all compared with each other; in larger groups each member is compared with exactly
+6 others, so that the requests to the judge grow with the number of members, not with
+its square.
 """
 
 COUNTED = 0.5
@@ -20,27 +20,31 @@ reward.
 
 
 def pairs(count: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of `count` members to compare: all of them, or each member and
-    the `OPPONENTS // 2` that follow it on a ring.
+    """Return the pairs of `count` members to compare: all pairs, or each member with
+    the `OPPONENTS // 2` members that follow it on a ring.
     """
     if count <= OPPONENTS + 1:
-        return tuple((one, two) for one in range(count) for two in range(one + 1, count))
+        return tuple(
+            (first, second) for first in range(count) for second in range(first + 1, count)
+        )
     return tuple(
-        (one, (one + step) % count) for one in range(count) for step in range(1, OPPONENTS // 2 + 1)
+        (member, (member + step) % count)
+        for member in range(count)
+        for step in range(1, OPPONENTS // 2 + 1)
     )
 
 
 def longest_s(comparisons: int, timeout_s: float) -> float:
-    """Return the maximum seconds that a judge takes for so many comparisons, each asked
-    twice, of which a request that is under way takes at most `timeout_s`.
+    """Return the maximum seconds that a judge takes for `comparisons` comparisons. A
+    comparison is asked twice, and a request takes at most `timeout_s`.
     """
     return timeout_s * -(-2 * comparisons // SERVICE_CALLS)
 
 
 def points(first: float, second: float) -> float:
     """Return a member's points, 0 to 1, of a comparison that was asked in both orders:
-    `first` are those that it won when it was shown first, and `second` those when it
-    was shown second. A judge that always prefers one place gives 0.5.
+    `first` are the points that it won when it was shown first, `second` the points when
+    it was shown second. A judge that always prefers one place gives 0.5.
     """
     return (first + second) / 2
 
@@ -50,7 +54,7 @@ def share_of_wins(comparisons: Iterable[float | None]) -> float | None:
     A comparison that failed counts for neither of its members.
     """
     asked = list(comparisons)
-    known = [one for one in asked if one is not None]
+    known = [won for won in asked if won is not None]
     if not known or len(known) < COUNTED * len(asked):
         return None
     return sum(known) / len(known)

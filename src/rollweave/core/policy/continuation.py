@@ -1,9 +1,9 @@
 """Decide whether an attempt that was lost with its worker or its controller may be
 continued.
 
-Its environment is gone and starts again; what may be kept is what engines sampled
-(Laminar §3.2, §3.3 keep it when an engine is lost). The staleness of a continued
-attempt is counted from its first launch, so a continuation is nothing but a long pause.
+Its environment is gone and starts again; only the sampled tokens may be kept (Laminar
+§3.2, §3.3 keep them when an engine is lost). The staleness of a continued attempt is
+counted from its first launch, so a continuation is nothing but a long pause.
 """
 
 from rollweave.core.policy.modes import Mode
@@ -12,11 +12,10 @@ from rollweave.schema.work import Purpose
 
 
 def surviving_version(checkpoint: int | None, *, warms_up: bool) -> int:
-    """Return the newest version that a restored trainer has or had; -1 if none is
-    certain.
-
-    Later versions are of a lost lineage: their numbers will mean other weights. Without
-    a checkpoint the trainer begins anew, with the same weights unless it warms up.
+    """Return the newest version that a restored trainer has or had; -1 if no version is
+    certain. Later versions belong to a lost lineage: their numbers will mean other
+    weights. Without a checkpoint the trainer begins anew, with the same weights unless
+    it warms up.
     """
     if checkpoint is not None:
         return checkpoint

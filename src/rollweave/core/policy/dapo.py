@@ -2,10 +2,10 @@
 on, for a trainer that requests batches.
 
 DAPO trains on groups whose rewards differ; others carry no signal and are replaced.
-Three decisions keep engines busy: a group that ends is replaced at once
+Three decisions keep engines busy: a group that ends is replaced immediately
 (replenishment); a batch is ready with its last informative group, whatever else is in
-flight (early termination); groups that are in flight or complete by then count for a
-later batch, unless too old (carry-over).
+flight (early termination); groups that are then in flight or complete count for a later
+batch, unless they are too old (carry-over).
 
 Invariants: a batch has exactly `groups` groups, oldest first; a group is in at most one
 batch, and at most `staleness` versions old in it; at most `under_way` groups are in
@@ -29,15 +29,15 @@ from rollweave.schema.base import Struct
 
 
 class DapoRule(Struct, frozen=True, kw_only=True):
-    """The requirements that a trainer has of its batches.
+    """A trainer's requirements for its batches.
 
     `groups` informative groups make a batch. A group is `group_size` attempts at one
     task, and remains valid with `min_members`. `under_way` is the maximum number of
-    groups in flight; more than `groups` compensates for those that will be filtered.
-    `staleness` is the maximum number of versions between the weights that a group
-    started under and those that train on it. With 0 nothing is carried over: a full
-    batch cancels what is in flight, and nothing starts until the next request. A bound
-    below the longest rollouts excludes these from all batches.
+    groups in flight; more than `groups` compensates for groups that will be filtered.
+    `staleness` is the maximum number of versions between the weights under which a
+    group started and the weights that train on it. With 0 nothing is carried over: a
+    full batch cancels what is in flight, and nothing starts until the next request. A
+    bound below the longest rollouts excludes such rollouts from all batches.
     """
 
     groups: int
@@ -83,8 +83,8 @@ class Account:
 class Dapo:
     """The state of the decisions.
 
-    After any change the caller stops the groups that `overdue` returns and starts as
-    many as `room` returns.
+    After any change the caller stops the groups that `overdue` returns, and starts the
+    number of groups that `room` returns.
     """
 
     rule: DapoRule
@@ -102,7 +102,7 @@ class Dapo:
         """Request a batch to train on from weights `version`, which sample everything
         that starts from now on.
 
-        Raises ValueError for a version below the last one.
+        Raises ValueError for a version below the last version.
         """
         if version < max(self.version, 0):
             raise ValueError(
@@ -113,7 +113,7 @@ class Dapo:
     def take(self) -> list[int] | None:
         """Return the batch if it is full.
 
-        The batch then belongs to the caller, and the next one is assumed to train one
+        The batch then belongs to the caller, and the next batch is assumed to train one
         version later.
         """
         fresh = sorted(
@@ -156,10 +156,10 @@ class Dapo:
     def room(self) -> int:
         """Return how many groups may start now.
 
-        Groups in flight and ready together never exceed what the batches can accept for
-        which a group of now is fresh enough, plus those beyond one batch that
-        `under_way` allows for filtered ones. So little is started that would only
-        become stale.
+        The number of groups in flight or ready never exceeds a limit. The limit counts
+        the groups of all batches for which a group that starts now is fresh enough, and
+        the groups beyond one batch that `under_way` allows in place of filtered groups.
+        So few groups are started that would only become stale.
         """
         if self.version < 0:
             return 0
@@ -183,10 +183,8 @@ class Dapo:
         return group
 
     def end_group(self, group: int, rewards: Sequence[float]) -> GroupDecision:
-        """Record that a group is complete, with the rewards of those members that have
-        one.
-
-        A group that was stopped before still counts as stopped.
+        """Record that a group is complete, with the rewards of the members that have a
+        reward. A group that was stopped before still counts as stopped.
         """
         start_version = self.under_way.pop(group, None)
         if start_version is None:

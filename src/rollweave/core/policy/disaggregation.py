@@ -1,15 +1,14 @@
 """Decide for each turn whether its prompt is computed at a prefill engine, from which
-its KV moves to the engine that samples, or where it is sampled (RollArt §6.3, §7.4).
-
-A prompt that is computed beside other turns delays them all, and one that is computed
-elsewhere waits for the prompts before it, and for its KV. The choice is the one with
-the smaller sum of delays, in seconds:
+its KV moves to the engine that samples, or at the engine that samples (RollArt §6.3,
+§7.4). A prompt that is computed next to other turns delays all of them. A prompt that
+is computed elsewhere waits for the prompts before it, and for the transfer of its KV.
+The choice is the one with the smaller sum of delays, in seconds:
 
     here    missing · price · (1 + beside)
     there   (ahead + missing there) · price there + missing · move
 
-So a short suffix stays where its prefix is, and a prefill engine that is behind gets no
-more prompts than it is worth waiting for.
+So a short suffix stays where its prefix is, and a prefill engine that is behind gets
+only prompts for which waiting pays.
 """
 
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ blocks, and the last block of a context never does.
 """
 
 TRIAL = 32
-"""Number of turns of which one goes the other way, so that the prices remain known of
-what is no longer done.
+"""One of this number of turns goes the other way, so that the prices of both ways
+remain known.
 """
 
 
 class PrefillSite(Struct, frozen=True, kw_only=True):
     """A prefill engine that can take a prompt now: it has to compute `ahead` tokens of
-    other prompts, and `missing` tokens of this one, at `price` seconds each.
+    other prompts and `missing` tokens of this prompt, at `price` seconds per token.
     """
 
     id: EngineId
@@ -53,11 +52,10 @@ def prefill_site(
     move: float,
     trial: bool = False,
 ) -> EngineId | None:
-    """Return the engine that computes the prompt of a turn; None for the engine that
-    samples it, where `missing` tokens are not cached, one of them costs `price`
-    seconds, and `beside` other turns are sampled or wait for their KV.
-
-    KV of a token moves in `move` seconds. With `trial`, the choice is the other one.
+    """Return the prefill engine that computes the prompt of a turn; None for the engine
+    that samples the turn. There, `missing` tokens are not cached, a token costs `price`
+    seconds, and `beside` other turns are sampled or wait for their KV. The KV of a
+    token moves in `move` seconds. With `trial`, the choice is the other one.
     """
     if missing < LEAST_TOKENS or not sites:
         return None

@@ -26,8 +26,8 @@ class Experience(Struct, frozen=True, kw_only=True):
     oldest version that its members started on.
 
     `tokens` is the sum over all members. `ratio` is the mean importance ratio of the
-    current policy to the one that sampled it, if measured, which only strategy `ratio`
-    does.
+    current policy to the policy that sampled the group, if it was measured, as only
+    strategy `ratio` does.
     """
 
     id: GroupId
@@ -40,7 +40,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
 SampleName = Literal["fifo", "newest", "advantage", "ratio", "staleness"]
 """fifo: first arrival first; newest: last arrival first; advantage: greatest
-|advantage| first; ratio: nearest to 1 first; staleness: drawn at random, fresher ones
+|advantage| first; ratio: nearest to 1 first; staleness: drawn at random, fresher groups
 more often.
 """
 
@@ -70,8 +70,8 @@ def sample(
     draws: Sequence[float] = (),
     weight: float = STALENESS_WEIGHT,
 ) -> list[GroupId]:
-    """Return the groups of the next batch in the order of choice, or none if there are
-    too few, or a user's function names too few.
+    """Return the groups of the next batch in the order of choice, or no groups if there
+    are too few, or a user's function names too few.
 
     `staleness` draws without replacement, each group with a probability proportional to
     `weight` ** -staleness; `draws` supplies a number in [0, 1) for each group. A user's
@@ -91,12 +91,12 @@ def sample(
         case "newest":
             chosen = buffer[::-1]
         case "advantage":
-            chosen = sorted(buffer, key=lambda one: -advantage(one))
+            chosen = sorted(buffer, key=lambda group: -advantage(group))
         case "ratio":
             chosen = sorted(buffer, key=_off_policy)
         case "staleness":
             chosen = _drawn(buffer, wanted, version, draws, weight)
-    return _most([one.id for one in chosen], wanted)
+    return _most([group.id for group in chosen], wanted)
 
 
 def evict(experiences: Sequence[Experience], *, version: int, max_groups: int) -> list[GroupId]:
@@ -106,15 +106,15 @@ def evict(experiences: Sequence[Experience], *, version: int, max_groups: int) -
     if max_groups < 1:
         raise ValueError(f"max_groups must be at least 1, got {max_groups}")
     buffer = _in_order(experiences)
-    buffer.sort(key=lambda one: -staleness(one.initiated, version))
-    return [one.id for one in buffer[: max(0, len(buffer) - max_groups)]]
+    buffer.sort(key=lambda group: -staleness(group.initiated, version))
+    return [group.id for group in buffer[: max(0, len(buffer) - max_groups)]]
 
 
 def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
     """Return the experiences in order of arrival. Raises ValueError for a repeated
     id.
     """
-    ids = [one.id for one in experiences]
+    ids = [group.id for group in experiences]
     if len(set(ids)) < len(ids):
         raise ValueError(f"experiences must each be there once, got {ids}")
     return sorted(experiences, key=lambda one: one.arrived)
@@ -138,7 +138,7 @@ def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
 
 def _answer(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
     answer = rule(tuple(buffer), version)
-    known = {one.id for one in buffer}
+    known = {group.id for group in buffer}
     try:
         named = list(islice(answer, len(buffer) + 1))  # one more must be a repetition or unknown
         unknown = [name for name in named if name not in known]
@@ -159,7 +159,7 @@ def _most(ids: list[GroupId], wanted: int) -> list[GroupId]:
 
 
 def _off_policy(experience: Experience) -> float:
-    """Return how far the measured ratio is from 1; unmeasured ones come last.
+    """Return how far the measured ratio is from 1; groups without a ratio come last.
 
     Raises ValueError for a ratio that is not positive.
     """
@@ -176,7 +176,7 @@ def _drawn(
 ) -> list[Experience]:
     """Draw one after another, without replacement.
 
-    Groups of equal staleness lie side by side on the line, the freshest first.
+    Groups lie on the line in order of staleness, the freshest first.
     """
     if weight < 1:
         raise ValueError(f"weight must be at least 1, got {weight}")
@@ -185,11 +185,11 @@ def _drawn(
     if wrong := [draw for draw in draws if not 0 <= draw < 1]:
         raise ValueError(f"draws must be at least 0 and below 1, got {wrong[0]}")
     left: dict[int, list[Experience]] = {}
-    for one in sorted(buffer, key=lambda one: staleness(one.initiated, version)):
-        left.setdefault(staleness(one.initiated, version), []).append(one)
+    for group in sorted(buffer, key=lambda group: staleness(group.initiated, version)):
+        left.setdefault(staleness(group.initiated, version), []).append(group)
     chosen = []
     for draw in draws[:wanted]:
-        # weights are relative to it, so that none but the stalest vanish
+        # weights are relative to the freshest, so that only the stalest vanish
         freshest = next(iter(left))
         widths = [weight ** float(freshest - age) for age in left]
         ends = list(

@@ -4,9 +4,9 @@ length (Heddle §4.1).
 Invariants: a row has `WIDTH` finite numbers for any context, and depends only on the
 context and its domain's slot. Columns, in order: `NUMBERS` about lengths and time, as
 logarithms if their tail is long and plain if the remaining length grows with them (the
-target is the plain length); one column per domain slot, 1 for its own; `PLAN_BUCKETS`
-for the text of the first turn's plan, each the share of its tokens whose ids hash to
-the bucket.
+target is the plain length); one column per domain slot, which is 1 for the context's
+domain; `PLAN_BUCKETS` columns for the text of the first turn's plan, each with the
+share of the plan's tokens whose ids hash to this bucket.
 """
 
 import math
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 def row(context: LengthContext, slot: int | None) -> Table:
     """Return the context as `WIDTH` numbers.
 
-    `slot` is its domain's, or None if all slots are taken.
+    `slot` is the slot of its domain, or None if all slots are taken.
     """
     turn, output = context.turn, context.output_tokens
     mean = output / turn if turn > 0 else 0.0

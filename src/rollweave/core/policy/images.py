@@ -45,7 +45,7 @@ class _Image:
     fetches: dict[str, int] = field(default_factory=dict)
     """Number of workers that were sent to each holder."""
     origin: str = ""
-    """The worker that gets the image from outside; "" if none does."""
+    """The worker that gets the image from outside; "" if no worker does."""
     waiting: list[str] = field(default_factory=list)
     """Workers that wait until there is a source."""
 
@@ -107,8 +107,8 @@ class ImageDirectory:
         return grants
 
     def _answers(self, key: str, image: _Image) -> Iterator[tuple[str, GrantImage]]:
-        """Answer all that wait if there is a peer; else make one the origin if there is
-        none.
+        """Answer all waiting workers if there is a peer; else make a waiting worker the
+        origin, if there is no origin.
         """
         if any(image.holders.values()):
             while image.waiting:
@@ -124,7 +124,7 @@ class ImageDirectory:
         return worker, GrantImage(key=key, digest=image.digest, peers=peers, origin=True)
 
     def _from_peers(self, key: str, image: _Image) -> GrantImage:
-        """Return the holders, those that serve the fewest others first."""
+        """Return the holders, with the holders that serve the fewest workers first."""
         serving = {name: peer for name, peer in image.holders.items() if peer is not None}
         names = sorted(serving, key=lambda name: (image.fetches.get(name, 0), name))
         image.fetches[names[0]] = image.fetches.get(names[0], 0) + 1

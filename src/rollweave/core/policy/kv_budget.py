@@ -1,14 +1,15 @@
-"""Decide how many pages of KV the rollouts beside a serving model may hold (ROSE §4.1,
-preemptive memory sharing).
+"""Decide how many pages of KV rollouts may hold on the engine of a serving model (ROSE
+§4.1, preemptive memory sharing).
 
-- At the beginning of each RL step, rollouts get what serving has recently not used,
-  less a headroom.
+- At the beginning of each RL step, rollouts get the pages that serving has recently not
+  used, less a headroom.
 - **Burst**: once serving has used up half of the headroom, the budget is halved, and
-  the pages above it return to the pool: cached ones first, then those of whole
-  requests, which are aborted. Should serving use up the new headroom too, it is halved
-  again.
+  the pages above the budget return to the pool: first cached pages, then the pages of
+  whole requests, which are aborted. If serving uses up the new headroom, too, the
+  budget is halved again.
 - **Freeze**: after a cut, the budget does not grow before the next step.
-- A cached page is kept for 10 s after its last use, in which most next turns come.
+- A cached page is kept for 10 s after its last use: most next turns come within this
+  time.
 
 All amounts are in pages.
 """
@@ -78,8 +79,8 @@ class KvBudget:
         return self.budget
 
     def observe(self, serving: int) -> int:
-        """Learn how many pages serving uses, and return the budget, which is cut until
-        enough of the headroom is left or nothing remains of it.
+        """Learn how many pages serving uses, and return the budget. It is cut until
+        enough of the headroom is left, or no budget remains.
         """
         while self.budget and self.total - self.budget - serving < self._least_left:
             self.budget //= CUT
@@ -109,8 +110,9 @@ class KvBudget:
 
 
 def victims(holdings: Iterable[Holding], excess: int) -> list[str]:
-    """Return the requests to abort so that at least `excess` pages return, or all that
-    hold pages if there are too few. The lowest rank goes first, then the newest.
+    """Return the requests to abort so that at least `excess` pages return, or all
+    requests that hold pages if they hold too few. The lowest rank goes first, then the
+    newest.
     """
     chosen: list[str] = []
     for holding in sorted(holdings, key=lambda one: (one.rank, -one.arrival)):
@@ -138,7 +140,7 @@ class Leases(Generic[Page]):
         self._used.move_to_end(page)
 
     def forget(self, page: Page) -> None:
-        """Forget a page that is in use, or gone. Unknown ones are ignored."""
+        """Forget a page that is in use, or gone. Unknown pages are ignored."""
         self._used.pop(page, None)
 
     def expired(self, now: float) -> Sequence[Page]:
@@ -151,5 +153,5 @@ class Leases(Generic[Page]):
         return over
 
     def oldest(self, count: int) -> Sequence[Page]:
-        """Return the `count` pages that were used the longest ago, or all."""
+        """Return the `count` pages whose last use is the longest ago, or all pages."""
         return list(self._used)[: max(0, count)]

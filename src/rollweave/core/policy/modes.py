@@ -4,14 +4,14 @@
 A mode answers four questions. How many steps may lie between the weights that started a
 trajectory and the weights that train on it (`window`; None: any number)? When do
 engines take newly published weights (`update`)? Is a trajectory that can no longer be
-trained on aborted at once, or only rejected when it is done (`aborts`)? May a step's
-mini-batches train as they complete (`streamed`)? Everything else (what is launched,
-what is certain to become too old, what a batch accepts) follows.
+trained on aborted immediately, or only rejected when it is done (`aborts`)? May a
+step's mini-batches train as they complete (`streamed`)? Everything else (what is
+launched, what is certain to become too old, what a batch accepts) follows.
 
 RollArt §6.2 updates engines when the next batch is ready, and trains on it meanwhile.
 Staleness is strict here (docs/decisions/0002): with a window of 1, everything in flight
-would become too old while new weights wait for the batch. `bounded` therefore updates
-at once, or in the paper's order without `early_updates`.
+would become too old while new weights wait for the batch. Therefore `bounded` updates
+engines immediately, or in the paper's order without `early_updates`.
 """
 
 import enum
@@ -23,7 +23,7 @@ from rollweave.schema.config.rollout import ModeName
 class Update(enum.Enum):
     """The moment at which engines take published weights.
 
-    The final evaluation takes them at once in every mode.
+    For the final evaluation, engines take them immediately in every mode.
     """
 
     # interrupts turns in flight (AReaL); also sync, where nothing is in flight
@@ -57,9 +57,9 @@ def preset(name: ModeName, alpha: int | None = None, *, early_updates: bool = Tr
     """Return the mode called `name`.
 
     `alpha` is the window, in steps, of `partial` (η), `bounded` (α) and `decoupled`,
-    which has none unless it is given. Without `early_updates`, engines of `bounded`
-    wait for the next batch (RollArt §6.2, where a trajectory is `alpha` − 1 versions
-    behind the engines').
+    which has no window unless `alpha` is given. Without `early_updates`, engines of
+    `bounded` wait for the next batch (RollArt §6.2, where a trajectory is `alpha` − 1
+    versions behind the engines').
     """
     window = ALPHA if alpha is None else alpha
     match name:
@@ -79,13 +79,13 @@ def preset(name: ModeName, alpha: int | None = None, *, early_updates: bool = Tr
 
 
 def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
-    """May engines take the newly published weights now? (Where each takes them alone,
-    `mechanisms/versions/binding` decides.)
+    """Return whether engines may take the newly published weights now. (Where engines
+    update one by one, `mechanisms/versions/binding` decides.)
 
     `batch_ready`: the batch that these weights train on is complete, or taken.
-    `in_flight` counts training groups that are not complete yet. `too_old`: nothing
-    launched under the engines' version could still be trained on, and the wait would
-    never end.
+    `in_flight` counts training groups that are not complete yet. `too_old`: no
+    trajectory launched under the engines' version could still be trained on, so that
+    the wait would never end.
     """
     if too_old:
         return True

@@ -21,8 +21,8 @@ ALIKE = str.maketrans("oil", "011")
 class EmptyPool(Struct, frozen=True, kw_only=True):
     """A pool to which no host belongs.
 
-    `offered` are the resources and GPUs of the hosts; `nearest` is the one of them, or
-    the word of one, that is most like the pool's resource, or "".
+    `offered` are the resources and GPUs of the hosts; `nearest` is the offered name, or
+    the word of such a name, that is most like the pool's resource, or "".
     """
 
     pool: str
@@ -53,7 +53,8 @@ def pools_of(pools: Mapping[str, PoolConfig], host: Resources) -> tuple[str, ...
 
 def slots_of(pools: Mapping[str, PoolConfig], host: Resources) -> dict[str, int]:
     """Return the number of processes on CPUs that this host offers to its pools,
-    without those for which it names no amount. A fraction of one counts as one.
+    without the pools for which it names no amount. A fraction of a process counts as a
+    process.
     """
     amounts = {name: host.labels.get(pool.resource, math.inf) for name, pool in pools.items()}
     return {name: max(1, int(amount)) for name, amount in amounts.items() if amount < math.inf}
@@ -81,8 +82,8 @@ def empty_pools(pools: Mapping[str, PoolConfig], hosts: Iterable[Resources]) -> 
 
 
 def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
-    """Return those of the `empty` pools that are needed, since all of their fallbacks
-    are empty, too.
+    """Return the `empty` pools that are needed because all of their fallbacks are
+    empty, too.
     """
     without = {pool.pool: pool for pool in empty}
     named = (config.trainer.pool, config.workers.pool, *(group.pool for group in config.engines))
@@ -100,7 +101,7 @@ def _has_words(kind: str, words: str) -> bool:
 
 
 def _nearest(resource: str, offered: Iterable[str]) -> str:
-    """Return the resource, GPU or word of a GPU's name that is most like this one."""
+    """Return the resource, GPU or word of a GPU's name that is most like `resource`."""
     words = {
         _alike(word): word
         for name in offered
@@ -112,5 +113,5 @@ def _nearest(resource: str, offered: Iterable[str]) -> str:
 
 
 def _alike(name: str) -> str:
-    """Return the same for names that are easily mistaken for one another."""
+    """Return a form of the name that is equal for names that are easily confused."""
     return name.casefold().translate(ALIKE)

@@ -23,13 +23,14 @@ Lengths = NDArray[np.float64]
 
 WINDOW = 1 << 17
 """Maximum number of pairs to learn from, the newest: two batches of 8,192 trajectories
-of eight turns. A window below one batch would hold only its last trajectories to end,
-which are the longest: with a quarter of a batch, predictions were twice the truth.
+of eight turns. A window below one batch would hold only the trajectories of a batch
+that end last, which are the longest: with a quarter of a batch, predictions were twice
+the truth.
 """
 
 OPEN_ATTEMPTS = 16_384
 """Maximum number of attempts that are remembered before they end, twice the largest
-batch; beyond it the oldest is forgotten.
+batch; beyond this number the oldest attempt is forgotten.
 """
 
 ATTEMPT_CONTEXTS = 128
@@ -41,8 +42,8 @@ MIN_PAIRS = 64
 """Minimum number of pairs for the first fit: as many as a row has numbers."""
 
 PRIOR_TOKENS = 512.0
-"""Predicted tokens without any data. Any constant will do: what is equal for all
-changes no order.
+"""Predicted tokens without any data. Any constant will do: a prediction that is equal
+for all trajectories changes no order.
 """
 
 
@@ -53,7 +54,7 @@ class Regressor(Protocol):
     The target is the number of tokens itself, not its logarithm: errors at the long end
     cost time, and there linear models of the logarithm were measured to be far off,
     with down to a third of the correlation, because `log(1 + 0)` of ended trajectories
-    is an outlier to them. Tree regressors did equally well on either.
+    is an outlier to them. Tree regressors did equally well with both targets.
     """
 
     def fit(self, rows: Rows, remaining: Lengths, /) -> None:
@@ -110,7 +111,7 @@ class ProgressivePredictor:
     def remember(self, key: Hashable, context: LengthContext) -> Question:
         """Remember the context until the attempt is observed.
 
-        `estimate` then answers it, together with others that wait.
+        `estimate` then answers the question, together with other waiting questions.
         """
         questions = self._open.get(key)
         if questions is None:
@@ -126,7 +127,7 @@ class ProgressivePredictor:
         return question
 
     def estimate(self, questions: Sequence[Question]) -> list[float]:
-        """Return the remaining tokens of each, at least 1."""
+        """Return the remaining tokens for each question, at least 1."""
         if not questions:
             return []
         if self._regressor is None:
@@ -187,7 +188,9 @@ class ProgressivePredictor:
         return self._usual(context)
 
     def _usual(self, context: LengthContext) -> float:
-        """Return the mean of its siblings, else of its domain, else a constant."""
+        """Return the mean of the attempt's siblings, else of its domain, else a
+        constant.
+        """
         if context.siblings > 0:
             left = context.sibling_mean - context.output_tokens
             return max(1.0, left) if math.isfinite(left) else PRIOR_TOKENS
@@ -213,8 +216,8 @@ def _rows(questions: Sequence[Question]) -> Rows:
 def recall_of_longest(
     predicted: Sequence[float], actual: Sequence[float], share: float = 0.1
 ) -> float:
-    """Return which share of the longest `share` is among the longest `share` by
-    prediction, between 0 and 1 (Heddle Fig. 13).
+    """Return how much of the longest `share` of trajectories is also in the longest
+    `share` by prediction, between 0 and 1 (Heddle Fig. 13).
 
     Ties are ordered at random, and the result is the expectation, so it does not depend
     on the order of the inputs. Raises ValueError.

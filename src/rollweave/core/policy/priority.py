@@ -1,12 +1,12 @@
-"""The rank of a turn: higher runs first, in the core's queue and in an engine's batch;
-equals run in the order of arrival.
+"""The rank of a turn: turns of higher rank run first, in the core's queue and in an
+engine's batch; turns of equal rank run in the order of arrival.
 
 The core sends ranks; the engine preempts by them (`engine/planner/batching`), and a
 preempted request keeps its KV while the blocks last. Two mechanisms keep ranks from
 doing harm. Hysteresis: a predicted length becomes a coarse level that is left only well
 beyond its bounds, and equals never preempt each other, so near-equal trajectories do
 not alternate. A bound on starvation: a turn that was overtaken by `OVERTAKES` turns per
-slot outranks everything that is not overdue too.
+slot outranks all turns that are not overdue themselves.
 """
 
 import math
@@ -26,12 +26,12 @@ changes.
 
 UNKNOWN = 64
 """Level of a trajectory without a prediction: above all lengths. Its first turn is
-informative, and one that is recognized late is the tail.
+informative, and long trajectories that are recognized late form the tail.
 """
 
 OVERTAKES = 64
-"""Maximum number of later turns that each slot may be given first. An agent's turn is
-short, and a trajectory has tens of them.
+"""Maximum number of later turns that may overtake a turn, for each slot. An agent's
+turn is short, and a trajectory has tens of them.
 """
 
 OVERDUE = 1e12
@@ -41,7 +41,7 @@ OVERDUE = 1e12
 class TurnView(Struct, frozen=True, kw_only=True):
     """The properties of a turn that priorities read.
 
-    `arrival` numbers turns as they arrive; `level` is that of the trajectory's
+    `arrival` numbers turns as they arrive; `level` is the level of the trajectory's
     predicted length.
     """
 
@@ -52,8 +52,8 @@ class TurnView(Struct, frozen=True, kw_only=True):
 
 
 def fcfs(view: TurnView) -> float:
-    """First come, first served, by the launch of the trajectory: old ones finish before
-    they become stale.
+    """First come, first served, by the launch of the trajectory: old trajectories
+    finish before they become stale.
     """
     return -view.launched_at
 
@@ -74,9 +74,9 @@ def longest_first(view: TurnView) -> float:
     """Progressive priority: the longest by prediction first, which shortens the batch's
     makespan (Heddle §4.2, Alg. 1).
 
-    The rank follows the whole length, not the remaining one: a trajectory that nears
-    its end keeps its rank, ends, and frees its KV. By the remaining length, all would
-    near their ends together and hold all their contexts until then.
+    The rank follows the whole length, not the remaining length: a trajectory that nears
+    its end keeps its rank, ends, and frees its KV. By the remaining length, all
+    trajectories would near their ends together and hold their contexts until then.
     """
     return float(view.level)
 
@@ -107,6 +107,6 @@ def overdue_rank(arrival: int) -> float:
 
 def is_overdue(overtaken: int, *, slots: int) -> bool:
     """Return whether a turn is overdue after `overtaken` later turns got a slot, on
-    engines with `slots` of them.
+    engines with `slots` slots.
     """
     return overtaken > OVERTAKES * max(1, slots)

@@ -1,17 +1,17 @@
-"""Profiles of task domains: the tokens that their turns have an engine compute, and the
-seconds which these take on each kind of engine (RollArt §9: "per-domain prefill/decode
-latency").
+"""Profiles of task domains: the tokens that an engine computes for their turns, and the
+seconds that these tokens take on each kind of engine (RollArt §9: "per-domain
+prefill/decode latency").
 
-A step of an engine computes tokens of many turns, so a turn's seconds show what its
-batch costs, not what its domain does. Prices are therefore learned by kind of engine,
-from the turns of all domains (`core/policy/turn_times`), and tokens by domain. Together
-they give the seconds of each domain on each kind, also where none of its turns has run:
+A step of an engine computes tokens of many turns, so a turn's seconds show the cost of
+its batch, not of its domain. Prices are therefore learned by kind of engine, from the
+turns of all domains (`core/policy/turn_times`), and tokens by domain. Together they
+give the seconds of each domain on each kind, also where none of its turns has run:
 
     of a prompt's token   prompt
     of an output token    fixed / batch + sequence + context · per_context
 
-Earlier steps are forgotten exponentially. After a change, half of a profile is from the
-first step that follows, and seven eighths are from the first three.
+Earlier steps are forgotten exponentially. After a change, the first step that follows
+makes up half of a profile, and the first three steps make up seven eighths.
 """
 
 import math
@@ -23,13 +23,13 @@ from rollweave.core.policy.turn_times import Fit, TurnTime
 from rollweave.schema.base import Struct
 
 KEPT_SHARE = 0.5
-"""Weight of what was learned before a step, compared with what the step shows."""
+"""Weight of everything learned before a step, relative to the step's own turns."""
 
 
 class DomainProfile(msgspec.Struct):
     """The turns of a task domain, summed up: their number, the tokens of prompts that
-    were computed for them, and, for each token sampled, 1, the turns beside it on its
-    engine, and the tokens of its context.
+    were computed for them, the sampled tokens and, summed over the sampled tokens, the
+    other turns on the engine and the tokens of the context.
     """
 
     turns: float = 0.0
@@ -42,8 +42,8 @@ class DomainProfile(msgspec.Struct):
     def add(
         self, pool: str, *, prompt: int, output: int, batch: float | None, context: float
     ) -> None:
-        """Add a turn that ran in this pool, in a batch of this mean size; as others did
-        if it is None.
+        """Add a turn that ran in this pool, in a batch of this mean size. A batch of
+        None means the mean size of the other turns' batches.
         """
         self.turns_in[pool] = self.turns_in.get(pool, 0.0) + 1
         if batch is None:
@@ -70,16 +70,16 @@ class DomainProfile(msgspec.Struct):
 
 
 class Worked(msgspec.Struct):
-    """The seconds for which engines of a kind worked on finished turns: those of each
-    turn, divided by the turns beside it; and the amounts of work in the same turns, as
-    they are priced.
+    """The seconds for which engines of a kind worked on finished turns (a turn's
+    seconds, divided by the number of turns in its batch), and the amounts of work in
+    the same turns, one for each price.
     """
 
     seconds: float = 0.0
     amounts: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
 
     def add(self, time: TurnTime, *, prompt: int, context: float) -> None:
-        """Add a turn, for which so many tokens of a prompt were computed."""
+        """Add a turn, for which `prompt` tokens of a prompt were computed."""
         output = time.output_tokens
         self.seconds += time.seconds / time.batch
         more = (output / time.batch, output, output * context, prompt)
@@ -92,7 +92,7 @@ class Worked(msgspec.Struct):
 
     def scaled(self, fit: Fit) -> Fit:
         """Return the fit with prices that sum up to the seconds worked. Prices that are
-        best for single turns may leave out a part of what the engine does in all.
+        best for single turns may leave out a part of the engine's whole work.
         """
         expected = sum(
             price * amount for price, amount in zip(fit.prices.as_tuple, self.amounts, strict=True)
@@ -115,7 +115,7 @@ class TokenCosts(Struct, frozen=True, kw_only=True):
 
 
 def cost(profile: DomainProfile, fit: Fit, *, batch: float) -> Cost:
-    """Return the seconds for which an engine of these prices, whose batches are of this
+    """Return the seconds for which an engine with these prices, and batches of this
     size, works for the turns of the profile.
     """
     return _cost(
@@ -151,11 +151,12 @@ def _cost(fit: Fit, amounts: tuple[float, float, float, float]) -> Cost:
 
 
 def together(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of work that engines divide among themselves, so that all are
-    done at once, from its cost on each of them alone. Their errors are alike.
+    """Return the cost of work that engines divide so that all are done at the same
+    time, from the cost of all the work on each engine alone. Errors are assumed to be
+    correlated.
     """
-    seconds = 1 / sum(1 / each.seconds for each in costs)
+    seconds = 1 / sum(1 / alone.seconds for alone in costs)
     return Cost(
         seconds=seconds,
-        error_s=seconds * sum(each.error_s / each.seconds**2 for each in costs) * seconds,
+        error_s=seconds * sum(alone.error_s / alone.seconds**2 for alone in costs) * seconds,
     )

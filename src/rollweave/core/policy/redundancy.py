@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from rollweave.core.policy.staleness import acceptable
 
 MIN_MEMBERS = 2
-"""Minimum number of members with which a group that lost others to failures is trained
-on.
+"""Minimum number of scored members for training on a group that lost other members to
+failures.
 """
 
 EQUAL_REWARDS = 1e-9
-"""Maximum difference of rewards that count as equal: a group of them has no advantage
-to learn from (DAPO).
+"""Maximum difference of rewards that count as equal: a group with equal rewards has no
+advantage to learn from (DAPO).
 """
 
 BARREN_BATCHES = 2
@@ -24,7 +24,9 @@ before the environment counts as broken.
 
 
 def is_barren(groups_in_a_row: int, groups_per_step: int) -> bool:
-    """Return whether so many groups have failed that drawing more is pointless."""
+    """Return whether so many groups have failed in a row that drawing more is
+    pointless.
+    """
     return groups_in_a_row >= max(4, BARREN_BATCHES * groups_per_step)
 
 
@@ -48,11 +50,10 @@ MOST_SPARE_BATCHES = 5
 
 
 def learned_spare_groups(*, kept: int, filtered: int, groups_per_step: int) -> int:
-    """Return how many groups to launch beyond a batch so that as many are kept as it
-    has, if the same share is filtered as in the step before (ROSE §6).
-
-    Without them a group is replaced once it is filtered, and the batch waits for the
-    replacement from its beginning.
+    """Return how many groups to launch beyond a batch so that a whole batch is kept, if
+    the same share is filtered as in the step before (ROSE §6). Without spare groups, a
+    group is replaced only once it is filtered, and the batch waits for the whole
+    rollout of the replacement.
     """
     most = MOST_SPARE_BATCHES * groups_per_step
     return min(most, -(-groups_per_step * filtered // kept)) if kept else min(most, filtered)
@@ -68,15 +69,15 @@ def capacity(
     spare_groups: int,
     last_step: int,
 ) -> int:
-    """Return how many groups may be active or buffered at once. `open_version` is that
-    of the first step whose batch is incomplete (`trained_at`).
+    """Return how many groups may be active or buffered at the same time. `open_version`
+    is the version of the first step whose batch is incomplete (`trained_at`).
 
     A group launched now, under `serving_version`, must still be acceptable when its
     turn comes: with `k` groups ahead of it, it is trained at version `next_version + k
     // groups_per_step`. Requiring that to be at most `serving_version + window` gives
     AReaL's rule, floor((accepted + running − 1) / B) ≤ n + η, counted from the groups
-    not yet trained. Spare groups come on top, as redundancy against the slowest; none
-    is launched that could only be dropped.
+    not yet trained. Spare groups come on top, as redundancy against the slowest groups;
+    no group is launched that could only be dropped.
     """
     steps_ahead = min(serving_version + window - next_version + 1, last_step - next_version)
     versions = next_version, open_version
@@ -86,8 +87,8 @@ def capacity(
 
 
 def trained_at(*, buffered: int, taken: int, next_version: int, groups_per_step: int) -> int:
-    """Return the version at which a group is trained on that completes now, behind
-    `buffered` others.
+    """Return the version that trains on a group that completes now, behind `buffered`
+    other groups.
 
     `taken` groups of the batch of `next_version` are with the trainer already.
     """
@@ -107,15 +108,15 @@ def pool_room(
     groups_per_step: int,
     last_step: int,
 ) -> int:
-    """Return how many groups to draw if each engine starts what it can (Laminar §3.2):
-    as many as fill the `free_capacity`, in trajectories.
+    """Return how many groups to draw if each engine starts as many trajectories as it
+    can (Laminar §3.2): as many groups as fill the `free_capacity`, in trajectories.
 
-    `waiting` trajectories will take part of it. The experience buffer has room for
-    `buffer_capacity` groups: those that are `buffered` and those in flight, counted by
-    their trajectories. If training is slower than rollouts, more would only become
-    stale. Since trajectories are counted, the last member of a long-tailed group
-    reserves nothing for its siblings. No group is drawn that no remaining step could
-    train on.
+    `waiting` trajectories will take part of the free capacity. The experience buffer
+    has room for `buffer_capacity` groups: `buffered` groups and groups in flight,
+    counted by their trajectories. If training is slower than rollouts, more groups
+    would only become stale. Since trajectories are counted, the last member of a
+    long-tailed group reserves nothing for its siblings. No group is drawn that no
+    remaining step could train on.
     """
     wanted = -(-max(0, free_capacity - waiting) // group_size)
     free = buffer_capacity - buffered - -(-(waiting + running) // group_size)
@@ -142,8 +143,8 @@ def decide_group(
     still score.
 
     It is complete with `group_size` rewards (surplus members are cancelled), or with at
-    least `min_members` if no more will come. With `dynamic_sampling`, a complete group
-    whose rewards are all equal is filtered out and replaced (DAPO).
+    least `min_members` rewards if no more will come. With `dynamic_sampling`, a
+    complete group whose rewards are all equal is filtered out and replaced (DAPO).
     """
     if len(rewards) < group_size and pending > 0:
         return GroupDecision.WAIT

@@ -2,9 +2,10 @@
 App. C; ROSE §4.2).
 
 Relays form a chain: the master fetches a version from the trainer, and each other relay
-from its predecessor, which forwards what it has so far. So a chain is a pipeline, and
-its time hardly grows with its length. Each relay is ahead of those after it: if one is
-lost, its successor continues from its predecessor, and no other relay is affected.
+from its predecessor, which forwards the bytes that it has so far. So a chain is a
+pipeline, and its time hardly grows with its length. Each relay is ahead of the relays
+after it: if a relay is lost, its successor continues from its predecessor, and no other
+relay is affected.
 
 A chain is the ids of its relays, each once, the master first.
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from rollweave.schema.base import Struct
 
 CHUNK_BYTES = 32 * 2**20
-"""Maximum size of a chunk: Laminar's chunk (§7). Longer ones gain nothing and take
+"""Maximum size of a chunk: Laminar's chunk (§7). Longer chunks gain nothing and take
 memory on the way.
 """
 
@@ -38,9 +39,9 @@ class Repair(Struct, frozen=True, kw_only=True):
 
 
 def join_at(sites: Sequence[str], site: str, *, first: str, master: bool) -> int:
-    """Return the place in the chain of a relay that joins at `site`. `sites` are those
-    of the relays in the chain, and `first` is that of the trainer. A `master` is the
-    only relay that can read the trainer's memory.
+    """Return the place in the chain of a relay that joins at `site`. `sites` are the
+    sites of the relays in the chain, and `first` is the trainer's site. A `master` is
+    the only relay that can read the trainer's memory.
 
     Relays of a site are neighbors, the trainer's site first, so that a version crosses
     each link between sites once (RollArt §6.3).
@@ -73,9 +74,9 @@ def broadcast_s(nbytes: int, *, nodes: int, chunks: int, start_s: float, byte_s:
     """Return T(p, k) of App. C: seconds from the start of the master's first chunk to
     the end of the last relay's last chunk.
 
-    `nodes` is p, the master and all others; a chunk takes `start_s`, and `byte_s` per
-    byte, from one node to the next. Raises ValueError for fewer than one node or chunk,
-    and for negative sizes and times.
+    `nodes` is p, the number of relays including the master; a chunk takes `start_s`,
+    and `byte_s` per byte, from one node to the next. Raises ValueError for fewer than
+    one node or chunk, and for negative sizes and times.
     """
     _check(nbytes, nodes, start_s, byte_s)
     if chunks < 1:
@@ -86,11 +87,9 @@ def broadcast_s(nbytes: int, *, nodes: int, chunks: int, start_s: float, byte_s:
 
 
 def chunk_count(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> int:
-    """Return the k, from 1 to one per byte, of least T(p, k); the smaller of two
-    equals.
-
-    T is convex in k, so the best integer is one of the two beside k* = sqrt((p − 2) · M
-    · T_byte / T_start). Raises ValueError as `broadcast_s`.
+    """Return the k, from 1 to the number of bytes, with the least T(p, k); the smaller
+    of two equals. T is convex in k, so the best integer is one of the two next to k* =
+    sqrt((p − 2) · M · T_byte / T_start). Raises ValueError as `broadcast_s`.
     """
     _check(nbytes, nodes, start_s, byte_s)
     most = max(1, nbytes)
@@ -117,8 +116,8 @@ def chunk_bytes(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> in
 
 
 PROBE = 16
-"""Interval of publications after which one is sent in the other form, so that its time
-stays known.
+"""One of this number of publications is sent in the other form, so that the time of
+that form stays known.
 """
 
 
@@ -127,8 +126,8 @@ def sends_changes(whole_s: float | None, changes_s: float | None, *, number: int
     §4.2).
 
     The decision compares the last time of each form, from the publication until all
-    relays had it; None is not known yet. On a fast link the full form is faster however
-    little has changed, since encoding reads all of it.
+    relays had it; None means not known yet. On a fast link the full form is faster
+    however little has changed, since encoding reads all weights.
     """
     if whole_s is None or changes_s is None:
         return changes_s is None

@@ -19,13 +19,14 @@ RETRYABLE = frozenset(
     }
 )
 """Failures that say nothing about the agent, so that another attempt may succeed. An
-exhausted time budget is none of them: the next attempt would exhaust it, too.
+exhausted time budget is not among these failures: the next attempt would exhaust it,
+too.
 """
 
 
 MAX_WORLDS_LOST = 5
-"""Number of controllers and workers lost while a trajectory was under way at which it
-is given up, since it may be the cause.
+"""A trajectory is given up when this number of controllers and workers were lost while
+it was under way, since it may be the cause.
 """
 
 DETERMINISTIC = frozenset({StopReason.ENV_ERROR, StopReason.REWARD_ERROR})
@@ -37,8 +38,8 @@ would recur.
 def try_again(
     reason: StopReason, *, attempt: int, retries: int, worlds: int = 0, repeated: bool = False
 ) -> bool:
-    """True if attempt number `attempt` (from 0), ended by `reason`, is to be followed
-    by another.
+    """True if attempt number `attempt` (from 0), which `reason` ended, is to be
+    followed by another attempt.
 
     `repeated` is true if the attempt before it failed at the same stage with the same
     text. `worlds` counts the controllers and workers that were lost while the
@@ -71,8 +72,8 @@ def is_broken(*, tasks: int, failed: int, under_way: int) -> bool:
 
 
 TIMEOUTS_BEFORE_RESTART = 2
-"""Number of consecutive timeouts of turns at which an engine is restarted: one may be
-due to a long turn, two mean that the engine is stuck.
+"""Number of consecutive timeouts of turns at which an engine is restarted: one timeout
+may be due to a long turn, two mean that the engine is stuck.
 """
 
 
@@ -82,7 +83,7 @@ def gives_up_host(*, elsewhere: int, moved: bool) -> bool:
 
     The fault is attributed to the host, so that nothing else fails on it. In two cases
     only the engine is removed: if no engine serves `elsewhere`, on other hosts, so that
-    what still works on this one must stay; and if the engine has `moved` here from a
-    host that was given up for its failures, so that the engine itself is at fault.
+    the working engines of this host must stay; and if the engine has `moved` here from
+    a host that was given up for its failures, so that the engine itself is at fault.
     """
     return elsewhere > 0 and not moved

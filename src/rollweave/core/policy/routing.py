@@ -1,15 +1,16 @@
-"""Choose the engine of a turn that is bound to none (ProRL §3.3.2).
+"""Choose the engine of a turn that is bound to no engine (ProRL §3.3.2).
 
 A trajectory's next turn finds its prefix in the cache of the engine that ran the turn
-before, so affinity saves the prefill. `affinity` gives it up if that engine has no free
-slot: waiting would cost more than recomputing. A turn without such an engine goes to
-the engine with the fewest outstanding tokens per slot, the tokens that engines hold in
-KV and read at each step. (ProRL counts the tasks that an engine was ever given: an
-engine with long tasks gets as many more, and a new one gets all until it has caught up.
-Here a new one gets turns until it has as much as the others have now.) Unresponsive
-engines are not candidates (`core/engines`). The other policies are those that Heddle §7
-compares with: `least_load` ignores the cache, and `hybrid` keeps to it until loads
-differ too much; both count turns.
+before, so affinity saves the prefill. `affinity` gives up the prefix if that engine has
+no free slot: waiting would cost more than recomputing. A turn without such an engine
+goes to the engine with the fewest outstanding tokens per slot, the tokens that engines
+hold in KV and read at each step. (ProRL counts all tasks that an engine was ever given:
+an engine with long tasks gets as many new tasks as the others, and a new engine gets
+all tasks until it has caught up. Here a new engine gets turns until it has as many
+tokens as the others have now.) Unresponsive engines are not candidates
+(`core/engines`). The other policies are the baselines of Heddle §7: `least_load`
+ignores the cache, and `hybrid` prefers the engine with the cached prefix until loads
+differ too much. Both measure load in turns.
 """
 
 import math
@@ -24,11 +25,10 @@ loaded engine (Heddle §7, Verl*).
 
 
 class EngineLoad(Struct, frozen=True, kw_only=True):
-    """An engine that may take a turn: it has `active` turns, of which `slots` run, the
-    lowest of these at rank `lowest`; infinite if no turn takes the slot of another.
-
-    `tokens` is the context of all these turns. A `borrowed` engine is used where no
-    dedicated one has room (ROSE §4.3).
+    """An engine that may take a turn: it has `active` turns and runs at most `slots` of
+    them. `lowest` is the lowest rank among the running turns; infinite if no turn takes
+    another turn's slot. `tokens` is the total context of the active turns. A `borrowed`
+    engine is used where no dedicated engine has room (ROSE §4.3).
     """
 
     id: EngineId
@@ -39,7 +39,7 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
     borrowed: bool = False
 
     def runs(self, rank: float, *, preempts: bool) -> bool:
-        """Return whether a turn of this rank would run at once."""
+        """Return whether a turn of this rank would run immediately."""
         return self.active < self.slots or (preempts and rank > self.lowest)
 
 
@@ -54,9 +54,9 @@ def choose(
 ) -> EngineId | None:
     """Return the engine for a turn, or None to keep it waiting.
 
-    `affine` ran the trajectory's last turn. The engines `avoid` failed this very turn
-    before: they are a last resort, and borrowed ones, which gave it back, only if there
-    are no others.
+    `affine` ran the trajectory's last turn. The engines `avoid` failed this turn
+    before: they are a last resort, and borrowed engines, which gave the turn back, are
+    used only if there are no others.
     """
     preferred = engines.get(affine) if affine is not None and affine not in avoid else None
     if placement == "least_load" or (placement == "hybrid" and _skewed(engines)):

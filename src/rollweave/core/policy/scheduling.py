@@ -1,6 +1,6 @@
 """Presets of the three policies that decide when and where a trajectory's turns run; a
-user may also combine them (Heddle §4, §5). And what several mechanisms ask of the
-configuration.
+user may also combine them (Heddle §4, §5). Also the questions that several mechanisms
+ask about the configuration.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ class Scheduling:
 
     @cached_property
     def assigns(self) -> bool:
-        """True if a trajectory is bound to an engine, for which its turns wait even if
-        another one is free.
+        """True if a trajectory is bound to an engine, and its turns wait for this
+        engine even if another engine is free.
         """
         return self.placement == "pinned" or self.by_rank or self.by_finish
 
@@ -54,7 +54,7 @@ class Scheduling:
 
     @cached_property
     def steals(self) -> bool:
-        """True if an engine with a free slot takes turns that wait for others."""
+        """True if an engine with a free slot takes the turns of other engines."""
         return self.migration == "gain" or self.by_finish
 
     @cached_property
@@ -68,8 +68,8 @@ class Scheduling:
 def scheduling(rollout: RolloutConfig, ablation: AblationConfig) -> Scheduling:
     """Return the preset with the overrides. Nothing migrates without a partition.
 
-    In mode decoupled a trajectory stays on its engine until that is consolidated, so
-    that only the priority is the preset's.
+    In mode decoupled a trajectory stays on its engine until the engine is consolidated,
+    so that only the priority is taken from the preset.
     """
     priority, placement, migration = POLICIES[rollout.scheduling]
     placement = "pinned" if rollout.mode is ModeName.DECOUPLED else ablation.placement or placement

@@ -1,4 +1,4 @@
-"""Choose the best evaluation, and decide whether one reaches the target.
+"""Choose the best evaluation, and decide whether an evaluation reaches the target.
 
 A task domain is measured by its success rate if its environment defines success,
 otherwise by its mean reward. Success is never derived from a reward: only the
@@ -12,10 +12,9 @@ Rates = Mapping[str, float]
 
 
 def measure(success: Rates, reward: Rates, defining: Collection[str]) -> float:
-    """Return the mean over the task domains of `reward`: success of those in `defining`
-    (absent: 0), reward of the others.
-
-    Raises ValueError without a domain.
+    """Return the mean over the task domains in `reward`: the success rate of domains in
+    `defining` (0 if absent), the reward of other domains. Raises ValueError without a
+    domain.
     """
     if not reward:
         raise ValueError("reward must have at least one task domain, got none")
@@ -27,7 +26,7 @@ def measure(success: Rates, reward: Rates, defining: Collection[str]) -> float:
 def is_better(new: float, best: float | None) -> bool:
     """True if an evaluation of measure `new` replaces the best one so far.
 
-    Among equals the newest is the best.
+    Of equal evaluations the newest is the best.
     """
     return best is None or new >= best
 

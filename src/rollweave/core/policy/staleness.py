@@ -10,8 +10,8 @@ def staleness(initiated: int, trained_at: int) -> int:
     """Return the number of steps between the two versions.
 
     After a trainer was restored to an earlier step, `initiated` may be the larger one:
-    the trajectory then comes from weights of a lost lineage, as far away as the
-    difference.
+    the trajectory then comes from weights of a lost lineage, and its staleness is the
+    absolute difference.
     """
     return abs(trained_at - initiated)
 

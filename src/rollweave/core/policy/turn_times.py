@@ -9,15 +9,15 @@ computed while it runs:
 
 `batch` is the mean number of turns on the engine meanwhile, `context` the mean length
 of their contexts, and `prompts` the number of prompt tokens computed. The four prices
-are those of `mechanisms/lengths/work.Rate` and the one of a prompt token. They are
-fitted without negative prices, by relative errors, to the newest turns of each batch
-size, so that a fleet that is full most of the time still knows its empty steps.
+are the three of `mechanisms/lengths/work.Rate` and the price of a prompt token. They
+are fitted without negative prices, by relative errors, to the newest turns of each
+batch size, so that a fleet that is full most of the time still knows its empty steps.
 
 - *Outliers* (a server that paused, a request that waited inside it) have no weight:
   Tukey's biweight over the median error, iterated.
 - *Few turns, or turns that are all alike*, do not determine four prices. A prior with
-  the usual proportions, scaled to the median turn, decides what the turns do not: it
-  weighs as much as one turn would if the turns had no error.
+  the usual proportions, scaled to the median turn, decides what the turns leave open:
+  it weighs as much as one turn would if the turns had no error.
 
 Invariants: an estimate is a function of the kept turns, whatever their order within a
 batch size; if all turns take k times as long, so do the estimated steps.
@@ -37,12 +37,14 @@ KEPT = 32
 """Maximum number of turns that are kept for each batch size (by powers of two)."""
 
 KEPT_OF_DOMAINS = 256
-"""The same where task domains are compared: their turns differ, and of fewer the newest
-may all be of one domain.
+"""The same where task domains are compared: the turns of domains differ, and fewer of
+the newest turns might all belong to one domain.
 """
 
 FIRST_TURNS = 16
-"""Number of turns before the first estimate: of fewer, a median can be an outlier."""
+"""Number of turns before the first estimate: the median of fewer turns can be an
+outlier.
+"""
 
 ROUNDS = 8
 """Number of times that the weights of turns are computed: afterwards they hardly
@@ -55,12 +57,13 @@ normal errors (Tukey).
 """
 
 MIN_ERROR = 0.01
-"""Minimum standard deviation that is assumed of relative errors: a turn is known no
-more exactly than the time that the controller takes to see its end.
+"""Minimum standard deviation assumed for relative errors: a turn's time is no more
+precise than the controller's notice of the turn's end.
 """
 
 PRIOR_ERROR = 2.0
-"""Standard deviation that is assumed of the prior's proportions, relative to them."""
+"""Standard deviation assumed for the prior's proportions, relative to the proportions.
+"""
 
 
 LEAST_SHARE = 1e-3
@@ -68,15 +71,15 @@ LEAST_SHARE = 1e-3
 
 
 REMEMBERED = 0.9
-"""Weight of earlier fits in the next one: the proportions of prices, which are those of
-the hardware, are known from the last ten or so.
+"""Weight of earlier fits in the next one: the proportions of prices, which depend on
+the hardware, are known from about the last ten fits.
 """
 
 
 class TurnTime(Struct, frozen=True, kw_only=True):
     """A finished turn: it sampled `output_tokens` in `seconds`, during which the engine
-    computed `prompt_tokens` of prompts, this turn's and others', and had `batch` turns
-    with `context` tokens each, in the mean.
+    computed `prompt_tokens` of prompts, this turn's and others', and had on average
+    `batch` turns with `context` tokens each.
     """
 
     seconds: float
@@ -87,17 +90,15 @@ class TurnTime(Struct, frozen=True, kw_only=True):
 
 
 class TurnTimes(msgspec.Struct):
-    """The newest turns by batch size, as its power of two, and the number of all
-    turns.
-    """
+    """The newest turns by power of two of their batch, and the number of all turns."""
 
     kept: dict[int, list[TurnTime]] = {}
     count: int = 0
     estimated_at: int = 0  # the number of turns when the last estimate was made
 
     def add(self, turn: TurnTime, *, most: int = KEPT) -> bool:
-        """Add a turn, of which at most so many are kept for each batch size; return
-        whether a new estimate is due: half of the kept turns are new.
+        """Add a turn, and keep at most `most` turns for each batch size. Return whether
+        a new estimate is due, because half of the kept turns are new.
         """
         newest = self.kept.setdefault(int(turn.batch).bit_length(), [])
         newest.append(turn)
@@ -134,13 +135,14 @@ class Prices(Struct, frozen=True, kw_only=True):
 PRIOR = Prices(fixed_s=1.0, sequence_s=1.0 / 32, context_s=1.0 / (1 << 17), prompt_s=1.0 / 32)
 """Usual proportions: a batch of 32 takes twice as long as one sequence, and so do
 contexts of 131,072 tokens, whose KV is then as large as the weights (16 GB at 128 KB a
-token). A token of a prompt takes as long as one of another sequence.
+token). A token of a prompt takes as long as a token of another sequence.
 """
 
 
 class Fit(Struct, frozen=True, kw_only=True):
     """Estimated prices, in the order of `Prices`, and the covariance of their errors,
-    given the turns and the prior. It is large for what the turns do not determine.
+    given the turns and the prior. The covariance is large for prices that the turns do
+    not determine.
     """
 
     prices: Prices
@@ -189,12 +191,10 @@ def fit(turns: Sequence[TurnTime]) -> Fit:
 
 
 def renewed(former: Fit, newer: Fit) -> Fit:
-    """Return the prices by both fits, each weighed by what it is certain of; the former
-    has lost some of its certainty since.
-
-    So prices are kept which the newer turns do not show, such as that of prompts on
-    engines that now run long outputs alone. This is least squares with exponential
-    forgetting.
+    """Return the prices by both fits, each weighted by its certainty; the former fit
+    has lost some of its certainty since. So prices that the newer turns do not show are
+    kept, such as the price of prompts on engines that now run only long outputs. This
+    is least squares with exponential forgetting.
     """
     old, new = np.linalg.inv(former.covariance) * REMEMBERED, np.linalg.inv(newer.covariance)
     covariance = np.linalg.inv(old + new)
@@ -226,8 +226,9 @@ def non_negative_ridge(
     matrix = weighted @ columns + ridge * np.eye(size)
     target = weighted.sum(axis=1) + ridge
     best, least = np.zeros(size), np.inf
-    # The best x is the unconstrained one of the columns that it uses, so all choices of
-    # columns are tried, all of them first: if that one is not negative, it is the best.
+    # The best x is the unconstrained solution for the columns that it uses, so all
+    # choices of columns are tried, beginning with all columns: if that solution is not
+    # negative, it is the best.
     for used in itertools.product((True, False), repeat=size):
         chosen = list(used)
         x = np.zeros(size)
@@ -241,11 +242,10 @@ def non_negative_ridge(
 
 
 def step_times(turns: TurnTimes, *, slots: int) -> tuple[tuple[StepTime, ...], float]:
-    """Return the estimated profile of an engine, as one that measures itself would
-    report it, and the seconds of a token of a prompt.
-
-    It has steps of 1, 2, 4, … sequences up to `slots`, at half the mean context and at
-    twice that.
+    """Return the estimated profile of an engine, in the form that an engine which
+    measures itself would report, and the seconds of a token of a prompt. The profile
+    has steps of 1, 2, 4, … sequences up to `slots`, at half the mean context and at
+    twice the mean context.
     """
     kept = turns.turns
     prices = estimate(kept)

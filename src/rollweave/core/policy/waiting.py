@@ -16,15 +16,17 @@ GROWTH = 2.0
 """Factor by which a wait grows until it is named again."""
 
 SHOWN = 8
-"""Maximum number of waits named at once: in a large fleet, many have one cause."""
+"""Maximum number of waits named at the same time: in a large fleet, many waits have one
+cause.
+"""
 
 
 class Wait(Struct, frozen=True, kw_only=True):
     """A wait for `component`. `what` describes what the component does, or what it
     lacks.
 
-    The wait began at `since`; None means when it was first listed. It usually takes
-    `usual_s`, and at most `limit_s` if that is not 0.
+    The wait began at `since`; None means the time when it was first listed. It usually
+    takes `usual_s`, and at most `limit_s` if that is not 0.
     """
 
     component: str
@@ -59,7 +61,7 @@ def _duration(wait: Wait, seconds: float) -> str:
 class LongWaits:
     """The present waits, each with the seconds after which it is named next.
 
-    Two waits are the same if their components and beginnings are.
+    Two waits are the same if their components and beginnings are equal.
     """
 
     def __init__(self) -> None:
@@ -67,9 +69,7 @@ class LongWaits:
         """Beginning of each wait, and the seconds after which it is named."""
 
     def due(self, now: float, waits: Iterable[Wait]) -> list[tuple[Wait, float]]:
-        """Return those of the present waits that are to be named now, with their
-        seconds.
-        """
+        """Return the present waits that are to be named now, with their seconds."""
         present: dict[tuple[str, float | None], tuple[float, float]] = {}
         named: list[tuple[Wait, float]] = []
         for wait in waits:
