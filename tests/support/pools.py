@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollweave.core.core import Core
-from rollweave.core.state import State
+from rollweave.core.state import Queued, State
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
@@ -57,6 +57,10 @@ class PooledWorld(World):
 
     elsewhere = 0  # turns that ran outside the pool of their domain
 
+    @property
+    def learns(self) -> bool:
+        return self.config.rollout.affinity == "learned"
+
     def slots(self) -> tuple[e.EngineSlot, ...]:
         groups = {"compute": 0, "bandwidth": 1}
         pools = ["compute", "compute", "bandwidth", "bandwidth"]
@@ -100,19 +104,29 @@ class PooledWorld(World):
         super().execute(command)
 
     def feed(self, event: e.Event) -> None:
-        """Assert, too, that no slot stays free while a turn waits that may run
-        there.
+        """Assert, too, that no slot stays free while a turn waits that may run there.
+        With the placement "earliest" and learned costs, a turn may wait for another
+        engine that takes turns, for any but those that have failed it, or behind a turn
+        that only engines of another pool may run.
         """
         super().feed(event)
         state = self.core.state
         if BINDING & {*self.config.ablation.policies} or self.finish is not None:
             return
-        free = {load.id for load in self.core._run.fleet.loads.values() if load.active < load.slots}
+        loads = self.core._run.fleet.loads
+        free = {load.id for load in loads.values() if load.active < load.slots}
+        may_wait = "earliest" in self.config.ablation.policies and self.learns
         for trajectory_id in state.turns.queue:
             trajectory = state.trajectories[trajectory_id]
+            turn, others = trajectory.open_turn, free
+            if may_wait and isinstance(turn.place, Queued):
+                queue = turn.place.engine, turn.place.pool, turn.place.resident
+                head = self.core._run.turn_queues.first(state, queue)
+                waits = turn.place.engine in loads or head is None or head.turn is not turn
+                others = set() if waits else free - {*turn.avoid}
             domain = state.groups[trajectory.group_id].name
             allowed = allowed_engines(self.config, state, domain, trajectory.pool)
-            assert not free & {*allowed}, f"a turn of {domain} waits, and {free} are free"
+            assert not others & {*allowed}, f"a turn of {domain} waits, and {others} are free"
 
     def check_retry(self, command: c.StartTurn) -> None:
         """Engines of other pools are no alternative."""

@@ -48,12 +48,18 @@ def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -
     """Assign the trajectory to another engine unless its own is usable."""
     assigned = work_of(run, trajectory).assigned_engine
     if run.scheduling.by_finish and trajectory.turn is not None:
-        engines = usable(run, trajectory)
-        loads = run.fleet.loads  # a borrowed engine that takes no turns may wait long
-        engines = [
-            one for one in engines if not one.abilities.lent or (one.open and one.id in loads)
+        engines, loads = usable(run, trajectory), run.fleet.loads
+        serving = [
+            engine
+            for engine in engines
+            if engine.id in loads
+            and engine.id not in avoid
+            and (engine.open or not engine.abilities.lent)
         ]
-        wanted = _wanted(engines, avoid)
+        # An engine that loads weights is waited for only where no other engine serves.
+        # A borrowed engine may take no turns for long, and is never waited for.
+        others = [engine for engine in engines if not engine.abilities.lent]
+        wanted = serving or _wanted(others, avoid)
         _assign(run, trajectory, elastic.engine_for(run, trajectory, wanted))
         return
     if assigned is None or assigned in avoid or not is_usable(run, assigned):

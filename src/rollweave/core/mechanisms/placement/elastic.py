@@ -41,10 +41,13 @@ def engine_for(run: Run, trajectory: Trajectory, engines: Sequence[Engine]) -> E
 
 def gains(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     """Return whether the queued turn of a trajectory would finish earlier on `engine`,
-    which has a free slot, than on the engine for which it waits.
+    which has a free slot, than on the engine for which it waits. An engine that
+    takes no turns now, for example because it loads weights, is not waited for.
     """
     assigned = run.state.engines.get(work_of(run, trajectory).assigned_engine or EngineId(""))
-    if assigned is None or costs_of(run, assigned).rate is None:
+    if assigned is None or assigned.id not in run.fleet.loads:
+        return True
+    if costs_of(run, assigned).rate is None:
         return True
     tokens, cached = _tokens(run, trajectory), caches.cached_by_engine(run, trajectory)
     here = _site(run, trajectory, engine, ahead=0, cached=cached).finish_s(tokens)
