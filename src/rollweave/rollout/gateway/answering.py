@@ -1,8 +1,8 @@
 """Answers the requests of all APIs: complete, or as streams of events.
 
 Invariants: every answer is the API's JSON or its stream of events, whatever the client
-sends; the generation stops when the client disconnects, and does not wait for one that
-reads slowly. This requires `handler_cancellation`.
+sends; the generation stops when the client disconnects, and does not wait for a client
+that reads slowly. This requires `handler_cancellation`.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ async def answer(
     repeated: bool,
     keep_alive_s: float,
 ) -> web.StreamResponse:
-    """Generate the turns that a client requests, one for each choice, and answer; the
-    answer names the `unread` fields. Raises RequestError.
+    """Generate the turns that a client requests, one turn for each choice, and answer;
+    the answer names the `unread` fields. Raises RequestError.
     """
     headers = ignored(unread)
     try:
@@ -127,15 +127,15 @@ async def answer(
 
 def ignored(unread: Iterable[Unread]) -> dict[str, str]:
     """Return the header that tells a client which fields were ignored."""
-    names = ", ".join(dict.fromkeys(shown(one.recorded().field) for one in unread))
+    names = ", ".join(dict.fromkeys(shown(field.recorded().field) for field in unread))
     return {IGNORED: names.encode("ascii", "replace").decode()[:MOST_IGNORED]} if names else {}
 
 
 async def _failed(
     request: web.Request, api: Api, chat: ChatRequest, error: TooLongError
 ) -> web.StreamResponse:
-    """Answer with a stream of the error if that is how the API's clients read it.
-    Raises the error otherwise.
+    """Answer with a stream of the error if the API's clients read errors from streams.
+    Otherwise raise the error.
     """
     head = ReplyHead(id=f"{api.prefix}-failed", created=int(time.time()), model=chat.model)
     events = list(api.failed(head, error, chat))
@@ -154,7 +154,7 @@ async def _complete(
         await _turn_ended(choice.turn, None)
     results = [_outcome(choice.turn)[0] for choice in choices]
     shown = choices[0].chat.top_logprobs + 1
-    tokens = sum(len(each.tokens) + len(each.prompt_logprobs) for each in results)
+    tokens = sum(len(result.tokens) + len(result.prompt_logprobs) for result in results)
 
     def written() -> str:
         bodies = list[Json]()
@@ -185,7 +185,7 @@ async def _stream(
     """Stream the replies.
 
     Status and headers wait for the first text, so that errors before it are plain
-    responses, but no longer than clients wait.
+    responses, but never longer than clients wait.
     """
     stream = _EventStream(request, api, headers)
     parts = [_Part(stream, index, len(choices)) for index in range(len(choices))]
@@ -231,7 +231,7 @@ async def _send_turn(part: "_Part", choice: _Choice, api: Api, keep_alive_s: flo
 
 
 def _together(bodies: Sequence[Json], repeats: Sequence[bool]) -> Json:
-    """Return the answer that has the choices of all, and their usage: a prompt counts
+    """Return one answer with the choices and the usage of all `bodies`: a prompt counts
     once for all choices that repeat it.
     """
     first = bodies[0]
@@ -244,7 +244,7 @@ def _together(bodies: Sequence[Json], repeats: Sequence[bool]) -> Json:
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in counted)
     completion = sum(usage["completion_tokens"] for usage in usages)
     details = [usage.get("completion_tokens_details", {}) for usage in usages]
-    thoughts = sum(each.get("reasoning_tokens", 0) for each in details)
+    thoughts = sum(detail.get("reasoning_tokens", 0) for detail in details)
     return {
         **first,
         "choices": [{**choice, "index": index} for index, choice in enumerate(choices)],
@@ -253,14 +253,12 @@ def _together(bodies: Sequence[Json], repeats: Sequence[bool]) -> Json:
 
 
 class _Part:
-    """The part of a stream that is one of several choices: the choice number
-    `index`.
-    """
+    """One of several choices in a stream: choice number `index`."""
 
     def __init__(self, stream: "_EventStream", index: int, choices: int) -> None:
         self._stream, self._index, self._choices = stream, index, choices
         self.usage: Json | None = None
-        """The last event, if it has the usage alone and there are other choices."""
+        """The last event, if it has only the usage and there are other choices."""
 
     async def send(self, events: Iterable[Json]) -> None:
         """Send events, if there are any."""
@@ -351,7 +349,7 @@ async def _turn_ended(
 
 def identity(request: web.Request, body: bytes) -> tuple[tuple[str, bytes], bool]:
     """Return a key that is equal for equal requests, and whether the client marks this
-    one as a retry.
+    request as a retry.
 
     OpenAI's clients count their retries in a header; others may name a request with an
     idempotency key.
@@ -367,8 +365,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def errors_of(paths: Mapping[str, Api]) -> Middleware:
-    """Return a middleware that turns every failure into the error of the API whose path
-    the request has: of OpenAI's unless one of `paths` is its end.
+    """Return a middleware that turns every failure into an error of the API whose path
+    the request has: OpenAI's unless the path ends with one of `paths`.
     """
 
     @web.middleware
@@ -385,8 +383,8 @@ def errors_of(paths: Mapping[str, Api]) -> Middleware:
 
 
 def error_response(request: web.Request, error: Exception, api: Api | None = None) -> web.Response:
-    """Return the answer to a request that failed, in the form of an API: of OpenAI's
-    unless it is given.
+    """Return the answer to a request that failed, in the form of `api`, or of OpenAI's
+    API if it is not given.
     """
     form: Callable[[RequestError], Json] = RequestError.body if api is None else api.error
     headers = {}

@@ -44,8 +44,8 @@ TOOL_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 """Field of a tool → its values that ask for nothing."""
 
 BILLING: Final = "x-anthropic-billing-header:"
-"""Beginning of a block of the system prompt that is no part of it: a header, which the
-API's own servers take out, and which differs from one request to the next.
+"""Beginning of a block of the system prompt that is really a header: the API's own
+servers remove the block, and it differs from request to request.
 """
 
 ERRORS: Final = {
@@ -156,7 +156,7 @@ class _Request(OpenModel):
 
 
 class MessagesApi:
-    """The API. `codec` decodes the text of a turn, in which a stop text is found."""
+    """The API. `codec` decodes the text of a turn, to find the stop text in it."""
 
     prefix: Final = "msg"
     end: Final = b""
@@ -218,7 +218,7 @@ class MessagesApi:
         stop = None
         if reason is None:
             text = self._codec.decode(reply.result.tokens)
-            found = [(place, each) for each in chat.stop if (place := text.find(each)) >= 0]
+            found = [(place, stop) for stop in chat.stop if (place := text.find(stop)) >= 0]
             stop = min(found)[1] if found else None
             reason = "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
@@ -328,8 +328,8 @@ def _usage(reply: ChatReply) -> Json:
 
 
 def _ask(reading: Reading, asked: _Request) -> None:
-    """Read the wishes for the chat template, and edits of the context, which are unread
-    unless they keep all of it.
+    """Read the wishes for the chat template, and the edits of the context, which are
+    unread unless they keep the whole context.
     """
     reading.asks += template_asks(asked.chat_template_kwargs)
     reading.thinking("thinking", asked.thinking)
@@ -435,7 +435,7 @@ def _assistant(blocks: list[_Block], path: str, reading: Reading) -> Message:
 
 
 def _user(message: _Message, path: str, reading: Reading) -> Iterator[Message]:
-    """Yield the tools' results one by one, and what the user says between them."""
+    """Yield the tools' results one by one, and the user's text between them."""
     assert not isinstance(message.content, str), "text was handled"
     shown: list[_Shown] = []
     for place, block in enumerate(message.content):
@@ -487,8 +487,8 @@ def _shown(
 
 
 def _other(block: _Other, path: str, reading: Reading) -> str:
-    """Return the text of a block that no chat template shows: that of a document of
-    plain text, or one in its place.
+    """Return the text of a block that no chat template shows: the text of a plain
+    document, or a placeholder.
     """
     source = (block.model_extra or {}).get("source")
     if isinstance(source, dict) and source.get("type") == "text":

@@ -23,7 +23,7 @@ Handler = Callable[..., Awaitable[web.StreamResponse]]
 
 def apis(codec: TextCodec, *, served: bool = False) -> Mapping[str, Api]:
     """Return the path of each API below the base URL, and the API. With `served`,
-    requests may have the fields of those outside of a run.
+    requests may have the fields that are allowed outside of a run.
     """
     return {
         **({"/chat/completions/batch": BatchApi(codec)} if served else {}),
@@ -44,8 +44,8 @@ def add_apis(
     model: Callable[[web.Request, str], Json],
 ) -> None:
     """Add the routes of the APIs below the path `base`. `answer` and `count` are called
-    with a request and its `api`. `model` describes the model under a name, as any name
-    is served, or under its own for "".
+    with a request and its `api`. `model` describes the model under any name, as any
+    name is served, or under its own name for "".
     """
     for path, api in served.items():
         app.router.add_post(base + path, functools.partial(answer, api=api))
@@ -66,7 +66,7 @@ def add_apis(
 
 
 async def _no_websocket(request: web.Request) -> web.StreamResponse:
-    """Refuse a WebSocket with the status on which clients use HTTP at once."""
+    """Refuse a WebSocket with the status after which clients immediately use HTTP."""
     error = RequestError(426, f"method must be POST, got {request.method}: no WebSocket is served")
     return web.json_response(error.body(), status=error.status)
 

@@ -1,10 +1,11 @@
-"""Work that a client controls, beside the event loop: a thread for work that is
-proportional to the size of a request (parsing, rendering and tokenizing it), and a
-process that can be ended for grammars, whose work has no such bound
+"""Work that a client controls, outside the event loop. A thread does work that is
+proportional to the size of a request (parsing, rendering and tokenizing it). A process,
+which can be ended, checks grammars, whose work has no such bound
 (`engine/grammar_check`).
 
-Invariants: small requests wait for neither; the thread does one piece of work at a
-time; every piece ends by itself, and lets other threads run meanwhile.
+Invariants: small requests wait for neither the thread nor the process; the thread does
+one piece of work at a time; every piece ends by itself, and lets other threads run
+meanwhile.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 INLINE: Final = 1 << 14
 """Maximum number of bytes, or of characters, that are parsed or rendered on the event
-loop: it takes some milliseconds.
+loop, which takes some milliseconds.
 """
 
 INLINE_TOKENS: Final = 1 << 12
@@ -49,8 +50,8 @@ class Aside:
         line: asyncio.Lock | None = None,
     ) -> T:
         """Return the result of work, or raise its exception. Work of a size above
-        `most` runs on the thread; of such work with the same `line`, one piece runs at
-        a time.
+        `most` runs on the thread; such work with the same `line` runs one piece at a
+        time.
 
         Raises RequestError if the thread does not finish it in time.
         """
@@ -66,7 +67,7 @@ class Aside:
             raise RequestError(503, rule, code="unavailable") from None
 
     def close(self) -> None:
-        """End both. What is under way on the thread ends by itself."""
+        """End both. Work in progress on the thread ends by itself."""
         self.grammars.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,5 @@
-"""The streams of APIs that send a turn as blocks: its thoughts, its text, then each of
-its calls. Pure.
+"""The streams of APIs that send a turn as blocks: the thoughts, the text, then each
+call. Pure.
 """
 
 import json
@@ -17,16 +17,16 @@ TEXT: Final = "text"
 
 
 class BlockStream(ABC):
-    """The events of one turn: a block of thoughts, a block of text, and one for each
-    call, as far as the turn has them.
+    """The events of one turn: a block of thoughts, a block of text, and a block for
+    each call, as far as the turn has them.
     """
 
     def __init__(self) -> None:
         self._begun = False
         self._blocks = 0
-        """Number of complete blocks: the number of the next one."""
+        """Number of complete blocks, and therefore the number of the next block."""
         self._open = ""
-        """The kind of the block that is being sent, "" if none is."""
+        """The kind of the block that is being sent; "" if no block is."""
         self._sent = {THOUGHTS: "", TEXT: ""}
 
     def progress(self, deltas: Sequence[TextDelta]) -> Iterator[Json]:
@@ -52,7 +52,9 @@ class BlockStream(ABC):
         yield from self._end(reply)
 
     def _more(self, kind: str, text: str) -> Iterator[Json]:
-        """Yield events with more text of a block, and with what precedes it."""
+        """Yield events with more text of a block, after the events that must precede
+        it.
+        """
         if not text:
             return
         if not self._begun:
@@ -97,5 +99,5 @@ class BlockStream(ABC):
 
 
 def typed_event(event: Json) -> bytes:
-    """Return an event as it is sent, with its type as its name."""
+    """Return the bytes of an event, which is named after its type."""
     return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()

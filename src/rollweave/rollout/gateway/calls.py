@@ -2,8 +2,8 @@
 their tools' parameters. Pure.
 
 Calls are written as the model's template tells it to, with arguments in the spelling of
-`json.dumps`. All that a constrained turn samples is its output, as in an answer of a
-given form (docs/GATEWAY.md#calls-of-a-given-form).
+`json.dumps`. Everything that a constrained turn samples is its output, as in an answer
+of a given form (docs/GATEWAY.md#calls-of-a-given-form).
 """
 
 import json
@@ -34,15 +34,14 @@ combine the properties of several schemas in one object.
 
 
 VALUES: Final = ("const", "default", "enum", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def call_constraint(chat: ChatRequest, tools: ToolFormat, codec: TextCodec) -> Constraint | None:
-    """Return the constraint of a turn that may call tools, None for a free turn.
-
-    A turn that must call consists of calls alone. Else it is free up to its first call,
-    if the form of its answer is free. Raises RequestError for parameters that are no
-    schema.
+    """Return the constraint of a turn that may call tools; None for a free turn. A turn
+    that must call a tool consists of calls alone. Otherwise it is free up to its first
+    call, if the form of its answer is free. Raises RequestError for parameters that are
+    not a schema.
     """
     functions = _functions(chat)
     strict = any(function.get("strict") is True for function in functions)
@@ -67,7 +66,7 @@ def call_constraint(chat: ChatRequest, tools: ToolFormat, codec: TextCodec) -> C
 
 
 def parts_of(chat: ChatRequest) -> Iterator[tuple[str, Constraint]]:
-    """Yield the forms of the calls of such a turn, with their fields."""
+    """Yield the constraint of each tool's calls, with the field that declares it."""
     for number, function in enumerate(_functions(chat)):
         if not chat.call or function["name"] == chat.call:
             schema = _schema(function, chat.call is not None, f"tools.{number}")
@@ -79,8 +78,8 @@ def _functions(chat: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _free(codec: TextCodec, mark: str) -> Iterator[str]:
-    """Yield the first rules of a free turn, in which `mark` begins a call: `call` is
-    what follows it.
+    """Yield the first rules of a free turn, in which `mark` begins a call: the rule
+    `call` follows the mark.
     """
     match codec.pieces(mark):
         case [int(token)]:
@@ -106,8 +105,8 @@ def _bound(chat: ChatRequest) -> Iterator[str]:
 
 
 def _schema(function: dict[str, Any], must_call: bool, path: str) -> str:
-    """Return the schema of a tool's arguments: its parameters, if a call is forced or
-    the tool is strict, else any object.
+    """Return the schema of a tool's arguments: the tool's parameters if a call is
+    forced or the tool is strict, else any object.
     """
     if not must_call and function.get("strict") is not True:
         return json.dumps({"type": "object", "x-guidance": SPELLING})
@@ -119,15 +118,15 @@ def _schema(function: dict[str, Any], must_call: bool, path: str) -> str:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have the named properties alone, unless they say
-    otherwise: a model that invents more of them may never come to an end.
+    """Return a schema whose objects have only the named properties, unless the schema
+    says otherwise: a model that invents more properties may never come to an end.
     """
     if any(f'"{keyword}"' in json.dumps(schema) for keyword in COMBINED_BY):
         return schema
 
     def close(part: Any) -> Any:
         if isinstance(part, list):
-            return [close(each) for each in part]
+            return [close(item) for item in part]
         if not isinstance(part, dict):
             return part
         inner = {name: value if name in VALUES else close(value) for name, value in part.items()}

@@ -70,7 +70,7 @@ class _Completion(Common):
                 raise bad(name, "must be null where stream is true", getattr(self, name))
 
     def fields(self, codec: TextCodec) -> dict[str, Any]:
-        """Return the fields of `ChatRequest` that completions have alone."""
+        """Return the fields of `ChatRequest` that only completions have."""
         del codec
         return {
             "allowed": tuple(self.allowed_token_ids or ()),
@@ -111,8 +111,8 @@ class _ServedCompletion(Served, _Completion):
 
 
 class CompletionsApi(OpenAIApi):
-    """The API of one model. With `served`, requests may have the fields of those
-    outside of a run.
+    """The API of one model. With `served`, requests may have the fields that are
+    allowed outside of a run.
     """
 
     prefix: Final = "cmpl"
@@ -146,7 +146,7 @@ class CompletionsApi(OpenAIApi):
         result = reply.result
         entries = [entry for delta in reply.deltas for entry in delta.entries]
         if chat.token_names or chat.token_ids:
-            # Token for token what was sampled, also those whose text is not shown.
+            # All sampled tokens, including the tokens whose text is not shown.
             entries += reply.hidden(len(entries))
         choice: Json = {
             "index": 0,
@@ -181,8 +181,8 @@ class CompletionsApi(OpenAIApi):
         *,
         offset: int = 0,
     ) -> Json | None:
-        """Return the log-probs of tokens, after those of the prompt of a reply if it is
-        given. `offset` is the place of their text.
+        """Return the log-probs of tokens. If a reply is given, the log-probs of its
+        prompt come first. `offset` is the place of the tokens' text.
         """
         if not chat.logprobs:
             return None
@@ -224,8 +224,8 @@ def _ids(tokens: Sequence[object]) -> Iterator[int]:
 
 
 class TextStream:
-    """The chunks of one stream. One that begins with its prompt waits for the log-probs
-    of the prompt, which come with the complete turn.
+    """The chunks of one stream. A stream that begins with its prompt waits for the
+    log-probs of the prompt, which come with the complete turn.
     """
 
     def __init__(self, api: CompletionsApi, head: ReplyHead, chat: ChatRequest) -> None:
@@ -282,8 +282,8 @@ class TextStream:
 def _scored(
     head: ReplyHead, reply: ChatReply, chat: ChatRequest
 ) -> Iterator[tuple[TokenEntry, TokenChances]]:
-    """Yield the tokens of the prompt from the second on, and the likeliest ones beside
-    each.
+    """Yield the tokens of the prompt from the second on, each with the likeliest tokens
+    in its place.
     """
     scores, tops = reply.result.prompt_logprobs, reply.result.prompt_top_logprobs
     for at, (token, logprob) in enumerate(zip(head.prompt[1:], scores, strict=True)):
@@ -291,8 +291,8 @@ def _scored(
 
 
 def _finish_reason(reply: ChatReply, chat: ChatRequest) -> str:
-    """Return the finish reason: a client that asks for token ids, as vLLM's do, learns
-    that a turn was aborted.
+    """Return the finish reason. A client that asks for token ids, as vLLM's clients do,
+    learns that a turn was aborted.
     """
     if chat.only_prompt:
         return "length"

@@ -2,12 +2,12 @@
 
 Invariants: the deltas add up to the text of the complete turn; a delta consists of
 whole tokens and whole characters. A text that may still change is held back: part of a
-character, what may be the beginning of a stop text or of a tool call, and the token
-that may end the turn.
+character, a possible beginning of a stop text or of a tool call, and a token that may
+end the turn.
 
-A turn may begin anew, since its engine failed. The stream continues if the new tokens
-begin with those whose text has been released; else `ContradictionError` ends it, since
-nothing released can be taken back.
+A turn may begin again after its engine failed. The stream continues if the new tokens
+begin with the tokens whose text has been released; else `ContradictionError` ends it,
+since nothing released can be taken back.
 """
 
 import math
@@ -25,11 +25,11 @@ SAME_LOGPROB = 1e-4
 
 
 class ContradictionError(RollweaveError):
-    """The turn is no longer the one whose beginning was released."""
+    """The turn no longer begins with the text that was released."""
 
 
 class TokenEntry(NamedTuple):
-    """A sampled token with its log-prob, and the tokens that were reported beside
+    """A sampled token with its log-prob, and the alternatives that were reported with
     it.
     """
 
@@ -40,7 +40,7 @@ class TokenEntry(NamedTuple):
 
 class TextDelta(Struct, frozen=True, kw_only=True):
     """The text of one or several tokens: the smallest run of complete characters.
-    `thoughts` is the part of it that precedes the answer.
+    `thoughts` is the part of the text that precedes the answer.
     """
 
     text: str
@@ -60,10 +60,10 @@ class DeltaReader:
     """Reads the deltas of one turn.
 
     `stop` and `stop_tokens` end the turn, and `call_start` begins a tool call: nothing
-    from there on is released before the turn is complete. None if no call is read.
-    Without `logprobs`, log-probs may change while the tokens stay. With `thinking`,
-    thoughts are divided from the answer, and their marks are not shown: the tokens of a
-    mark are entries of the next delta, or of a last one without text.
+    from there on is released before the turn is complete. `call_start` is None if calls
+    are not read. Without `logprobs`, log-probs may change while the tokens stay. With
+    `thinking`, thoughts are divided from the answer, and their marks are not shown: the
+    tokens of a mark are entries of the next delta, or of a last one without text.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class DeltaReader:
         self._codec, self._wants_logprobs = codec, logprobs
         self._thinking, self._divided = thinking, 0
         self._unseen: tuple[TokenEntry, ...] = ()
-        """Entries of divided deltas that show nothing: those of marks."""
+        """Entries of divided deltas that show nothing, because their tokens are marks.
+        """
         self._stop = tuple(text for text in stop if text)
         self._stop_tokens = frozenset((*codec.stop_token_ids, *stop_tokens))
         self._call_start = call_start
@@ -96,8 +97,8 @@ class DeltaReader:
         logprobs: Sequence[float],
         tops: Sequence[TokenChances] = (),
     ) -> list[TextDelta]:
-        """Return the deltas that are certain now; the turn has these tokens so far, and
-        `tops` beside them if any are reported.
+        """Return the deltas that are certain now. The turn has these tokens so far, and
+        `tops` are their alternatives, if any are reported.
 
         Raises ContradictionError.
         """
@@ -116,8 +117,8 @@ class DeltaReader:
         return self._divide(released, self._text)
 
     def finish(self, result: GenerateResult, length: int) -> list[TextDelta]:
-        """Return the other deltas of the complete turn, of whose text `length`
-        characters are shown.
+        """Return the other deltas of the complete turn. The first `length` characters
+        of its text are shown.
 
         Raises ContradictionError.
         """
@@ -151,9 +152,7 @@ class DeltaReader:
         """Entries of the tokens whose characters are not complete."""
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take over the tokens of the turn, which continue the known ones or replace
-        them.
-        """
+        """Take over the turn's tokens, which continue or replace the known tokens."""
         count = min(len(tokens), len(self._tokens))
         same = list(tokens[:count]) == self._tokens[:count]
         if not same or list(logprobs[:count]) != self._logprobs[:count]:

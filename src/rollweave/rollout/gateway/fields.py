@@ -1,10 +1,11 @@
-"""Fields of requests that no server here honors, in one table for all APIs, and what
-becomes of them.
+"""Fields of requests that no server here honors, in one table for all APIs, and how
+they are handled.
 
 Invariants: a field that would change how tokens are chosen, or that the answer would
 have to obey, is refused by its name. A field that asks for nothing, or by its nature
-changes nothing, passes. Everything else that the model, its chat template or this
-server cannot read is `Unread`: the session ignores it and records that, or refuses it.
+changes nothing, passes. Every other field that the model, its chat template or this
+server cannot read is `Unread`: the session ignores the field and records it, or refuses
+it.
 """
 
 import json
@@ -104,9 +105,9 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Unread(Struct, frozen=True, kw_only=True):
-    """A field that is not honored because nothing here can read it. `rule` is what a
-    session says that refuses it; `action` is what another session does with it. A model
-    that has thoughts can read a field `of_thoughts`.
+    """A field that is not honored because nothing here can read it. `rule` is the text
+    with which a session refuses the field; `action` is how other sessions handle it. A
+    model that has thoughts can read a field `of_thoughts`.
     """
 
     field: str
@@ -116,7 +117,9 @@ class Unread(Struct, frozen=True, kw_only=True):
     of_thoughts: bool = False
 
     def recorded(self) -> Ignored:
-        """Return the entry of the trace: equal for the same place in other messages."""
+        """Return the entry of the trace, which is equal for the same field in other
+        messages.
+        """
         return Ignored(
             field=_NUMBER.sub("*", self.field), value=f"{self.value!r:.{SHOWN}}", action=self.action
         )
@@ -190,8 +193,8 @@ class Reading:
         neutral: Mapping[str, tuple[object, ...]] = {},
         without_effect: Collection[str] = ECHOED,
     ) -> None:
-        """Sort the fields that the model lacks. Raises RequestError for one that must
-        be refused.
+        """Sort the fields that the model lacks. Raises RequestError for a field that
+        must be refused.
         """
         for name, value in (model.model_extra or {}).items():
             refusal = refused_field({name: value}, neutral=neutral, without_effect=without_effect)
@@ -225,7 +228,8 @@ def resolve(
     asks: Iterable[Ask], variables: Collection[str], *, thinks: bool
 ) -> tuple[str, list[Unread]]:
     """Return the template arguments that express the wishes, as JSON, or "" for none;
-    and the wishes that the template does not read. `thinks` is whether the model does.
+    and the wishes that the template does not read. `thinks` is whether the model
+    thinks.
 
     Raises RequestError if two wishes contradict each other.
     """

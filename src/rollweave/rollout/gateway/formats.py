@@ -2,8 +2,8 @@
 vLLM and SGLang that mean the same. Pure: grammars are compiled later, by another
 process (`engine/matchers`).
 
-Invariant: what cannot be constrained is refused by the name of its field; nothing is
-sampled without the constraint that the client asked for.
+Invariant: a form that cannot be constrained is refused by the name of its field;
+nothing is sampled without the constraint that the client asked for.
 """
 
 import json
@@ -58,7 +58,7 @@ class _Structured(_Strict):
 
 class Formats(BaseModel):
     """The fields of a request that demand a form of its answer: OpenAI's, vLLM's,
-    vLLM's former ones, SGLang's.
+    vLLM's former fields, SGLang's.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -73,7 +73,7 @@ class Formats(BaseModel):
 
     def constraint(self) -> tuple[Constraint | None, str]:
         """Return the constraint, if there is one, and its field. Raises RequestError
-        for more than one, and for one that is too long.
+        for several constraints, and for a constraint that is too long.
         """
         wanted = self.response_format
         if wanted is not None and (wanted.type == "json_schema") is (wanted.json_schema is None):
@@ -125,7 +125,7 @@ def of_schema(schema: Schema | str) -> Constraint:
 
 
 def checked(field: str, constraint: Constraint) -> Constraint:
-    """Return a constraint. Raises RequestError for one that is too long."""
+    """Return the constraint. Raises RequestError if it is too long."""
     if why := refused_text(constraint):
         raise bad(field, why.removeprefix("it "), constraint.text)
     return constraint

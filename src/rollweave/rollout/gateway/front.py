@@ -1,12 +1,12 @@
-"""The serving front: OpenAI's APIs in front of one engine, for clients that are no part
-of a training run.
+"""The serving front: OpenAI's APIs in front of one engine, for clients that are not
+part of a training run.
 
 Each request is a separate session: nothing is recorded beyond its answer. The APIs,
-their errors and their streams are those of the gateway (`answering.py`).
+their errors and their streams are the gateway's (`answering.py`).
 
-Invariants: a request that the engine refuses is the client's error (400); a lost
-engine is the server's (503); the number of requests in flight is bounded by the
-engine's server (429), and cancelled with their connections.
+Invariants: a request that the engine refuses is the client's error (400); a lost engine
+is the server's error (503); the number of requests in flight is bounded by the engine's
+server (429), and requests are cancelled when their connections close.
 """
 
 import functools
@@ -39,10 +39,10 @@ from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling, VersionSpan
 
 REQUEST_BYTES: Final = 64 << 20
-"""Maximum bytes of a request: a prompt of a million token ids takes a tenth."""
+"""Maximum bytes of a request: a prompt of a million token ids takes a tenth of it."""
 
 TURN_S: Final = 3600.0
-"""Maximum seconds of one request, its waiting included."""
+"""Maximum seconds of one request, including its waiting."""
 
 REPORT_S: Final = 0.0
 """Seconds between two reports of the tokens of a stream: each step is reported."""
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 class ServingFront:
     """The handlers of one engine's clients. `context` is the engine's maximum number of
-    tokens in a sequence. `tokenizer` is what its checkpoint says of its tokenizer.
+    tokens in a sequence. `tokenizer` is the tokenizer's description in the checkpoint.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServingFront:
         )
         self._started = int(time.time())
         self._said: set[str] = set()
-        """The fields of requests that were ignored, as far as they are logged."""
+        """The ignored fields of requests that have been logged."""
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
@@ -128,11 +128,12 @@ class ServingFront:
             return response
 
     def _say_ignored(self, unread: Iterable[Unread]) -> None:
-        """Log each field that is ignored when it is ignored first."""
-        for one in (each.recorded() for each in unread):
-            if one.field not in self._said and len(self._said) < MOST:
-                self._said.add(one.field)
-                _log.warning("%s: %s = %s", one.action, one.field, one.value)
+        """Log each ignored field the first time that it is ignored."""
+        for field in unread:
+            ignored = field.recorded()
+            if ignored.field not in self._said and len(self._said) < MOST:
+                self._said.add(ignored.field)
+                _log.warning("%s: %s = %s", ignored.action, ignored.field, ignored.value)
 
     def _asked(
         self, chat: ChatRequest, outcome: Outcome
@@ -153,9 +154,9 @@ class ServingFront:
         return asked, unread
 
     def _readable(self, session: Session, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
-        """Return a request as the model is shown it, with the tokens of its prompt
-        unless these are messages in their usual form; and the fields that are ignored.
-        Raises RequestError.
+        """Return a request as the model is shown it, and the fields that are ignored.
+        It has the tokens of its prompt unless the prompt is messages in their usual
+        form. Raises RequestError.
         """
         chat, unread = session.readable(chat)
         session.check(chat)
@@ -287,7 +288,7 @@ class ServingFront:
             result = await self._server.generate(request, on_tokens, report_s=REPORT_S)
         except EngineLostError:
             raise
-        except EngineError as error:  # the engine refuses what was asked
+        except EngineError as error:  # the engine refuses the request
             raise RequestError(400, str(error).removeprefix("ValueError: ")) from error
         except web.HTTPTooManyRequests as error:
             raise RequestError(429, error.reason, code="rate_limit_exceeded") from error

@@ -96,7 +96,7 @@ class _Thoughts(OpenModel):
     encrypted_content: str | None = None
 
     def thoughts(self) -> str | None:
-        """Return the thoughts, None if they cannot be read."""
+        """Return the thoughts; None if they cannot be read."""
         told = [_texts(self.content), unseal(self.encrypted_content or ""), _texts(self.summary)]
         if any(told):
             return next(text for text in told if text)
@@ -104,7 +104,9 @@ class _Thoughts(OpenModel):
 
 
 class _OtherItem(OpenModel):
-    """An item that is no message, no call, and no result: what OpenAI's servers did."""
+    """An item that is not a message, a call or a result, but an action of OpenAI's
+    servers.
+    """
 
     type: other_than("message", "reasoning", *CALLS, *OUTPUTS)  # type: ignore[valid-type]
 
@@ -193,7 +195,7 @@ class ResponsesApi:
     end: Final = b""
 
     def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
-        del counts  # the same fields are required
+        del counts  # a request to count has the same required fields
         asked, reading = read(body, _Request), Reading()
         reading.request(asked)
         _ask(reading, asked)
@@ -270,8 +272,8 @@ class ResponsesApi:
         return {**body, "type": "error", "code": error.code, "message": text}
 
     def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
-        """Yield the events of a stream that begins with this error: clients read the
-        code of a prompt that is too long there only.
+        """Yield the events of a stream that begins with this error: only there do
+        clients read the code of a prompt that is too long.
         """
         why = {"code": error.code, "message": self.error(error)["message"]}
         begun = _response(head, chat, status="in_progress")
@@ -486,7 +488,9 @@ def _messages(
 def _of_agent(
     item: Item, path: str, kinds: Mapping[str, ToolKind], reading: Reading
 ) -> Message | None:
-    """Return the part of a turn that an item is, None if it is none."""
+    """Return the item as a part of the agent's turn; None if the item is not the
+    agent's.
+    """
     if isinstance(item, _Call):
         call = call_of(item.model_dump(exclude_none=True), kinds)
         return Message(role="assistant", content="", tool_calls=(call,))
@@ -502,7 +506,7 @@ def _of_agent(
 
 
 def _of_others(item: Item, path: str, reading: Reading) -> Message:
-    """Return what an item says that is not the agent's."""
+    """Return the message of an item that is not the agent's."""
     if isinstance(item, _Output):
         id = item.call_id or item.id or ""
         output = item.output

@@ -2,8 +2,8 @@
 one. Pure.
 
 A call is compared with the newest call of each sequence by messages, tools and template
-arguments. Tokens decide whether a call continues a sequence (`recorder.py`); this only
-explains it.
+arguments. Tokens decide whether a call continues a sequence (`recorder.py`); this
+module only explains the decision.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rollweave.schema.chat import Message
 from rollweave.schema.work import Origin, SequenceCause
 
 MOST_COMPARED: Final = 32
-"""Maximum number of sequences, the newest ones, with which a call is compared: each
-costs up to a millisecond.
+"""Maximum number of newest sequences with which a call is compared: a comparison takes
+up to a millisecond.
 """
 
 
@@ -61,8 +61,8 @@ class Conversation:
 
 
 def origin(asked: Conversation, others: Sequence[Conversation]) -> Origin:
-    """Return why `asked`, without its answer, continues none of the `others`: the
-    newest conversations of the sequences so far, in order, with their answers.
+    """Return why `asked`, without its answer, continues none of the `others`. They are
+    the newest conversations of the sequences so far, in order, with their answers.
     """
     if not others:
         return Origin(cause=SequenceCause.FIRST)
@@ -89,7 +89,7 @@ def origin(asked: Conversation, others: Sequence[Conversation]) -> Origin:
 
 
 def _difference(asked: Conversation, other: Conversation, at: int) -> SequenceCause:
-    """Return the cause if both have a message at `at`, and these differ."""
+    """Return the cause if both have a message at `at`, and the messages differ."""
     if asked.messages[at] in other.messages[at + 1 :]:
         return SequenceCause.HISTORY_SHORTENED
     is_answer, was_answer = (each.roles[at] == "assistant" for each in (asked, other))
@@ -101,8 +101,8 @@ def _difference(asked: Conversation, other: Conversation, at: int) -> SequenceCa
 
 
 def _shares_an_answer(asked: Conversation, others: Sequence[Conversation], first: int) -> int:
-    """Return the newest of the others with a message of the agent that `asked` also
-    has; -1 without one.
+    """Return the index of the newest of the others with a message of the agent that
+    `asked` also has; -1 if there is no such conversation.
     """
     answers = {
         message

@@ -1,5 +1,5 @@
-"""Make a request readable for one model: wishes become arguments of its chat template,
-and what neither the model nor the template can read is left out or refused, as the
+"""Make a request readable for one model: wishes become arguments of its chat template.
+Fields that neither the model nor the template can read are left out or refused, as the
 session says. Pure.
 
 Invariant: nothing is left out in silence: each `Unread` is recorded or refused.
@@ -20,7 +20,7 @@ from rollweave.schema.chat import Message
 from rollweave.schema.work import Ignored, Unreadable
 
 MOST: Final = 100
-"""Maximum number of different fields that a session records; further ones are counted
+"""Maximum number of different fields that a session records; further fields are counted
 together.
 """
 
@@ -33,8 +33,8 @@ OTHERS: Final = "(other fields)"
 def readable(
     chat: ChatRequest, codec: TextCodec, *, unreadable: Unreadable
 ) -> tuple[ChatRequest, list[Unread]]:
-    """Return the request as the model can be shown it, and the fields that it lacks.
-    Raises RequestError for what must be refused.
+    """Return the request in the form that the model can be shown, and the fields that
+    were left out. Raises RequestError for a field that must be refused.
     """
     if chat.prompt is not None:
         unread = list(chat.unread)
@@ -45,7 +45,7 @@ def readable(
     if len(arguments) > MAX_ARGUMENTS:
         rule = f"must have at most {MAX_ARGUMENTS} characters of JSON"
         raise bad("chat_template_kwargs", rule, arguments)
-    unread = [*(one for one in chat.unread if not (one.of_thoughts and thinks)), *left]
+    unread = [*(field for field in chat.unread if not (field.of_thoughts and thinks)), *left]
     if chat.tools and chat.call is None and not _shows_tools(codec, arguments):
         rule = "must be none: this model's chat template shows none"
         unread.append(Unread(field="tools", value=len(chat.tools), rule=rule, action="left out"))
@@ -66,14 +66,14 @@ def readable(
 def _shows_tools(codec: TextCodec, arguments: str) -> bool:
     try:
         return codec.with_arguments(arguments).shows_tools
-    except ChatError:  # the session says what is wrong with the arguments
+    except ChatError:  # the session reports what is wrong with the arguments
         return True
 
 
 def _check(unread: Iterable[Unread], unreadable: Unreadable) -> None:
     if unreadable == "refuse":
-        for one in unread:
-            raise bad(one.field, one.rule, one.value)
+        for field in unread:
+            raise bad(field.field, field.rule, field.value)
 
 
 def _shown(message: Message, thinking: Thinking | None) -> Message:
@@ -90,16 +90,18 @@ def _shown(message: Message, thinking: Thinking | None) -> Message:
 
 
 class IgnoredFields:
-    """The fields of a session's requests that had no effect, each with the number of
-    requests that had it.
+    """The fields of a session's requests that had no effect, and the number of requests
+    that had each field.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Ignored] = {}
 
     def add(self, unread: Iterable[Unread]) -> None:
-        """Record what one request had."""
-        of_request = {(one.field, one.action): one for one in (each.recorded() for each in unread)}
+        """Record the unread fields of one request."""
+        of_request = {
+            (ignored.field, ignored.action): ignored for ignored in (u.recorded() for u in unread)
+        }
         for key, one in of_request.items():
             if key not in self._found and len(self._found) >= MOST:
                 key = (OTHERS, "ignored")
@@ -109,5 +111,7 @@ class IgnoredFields:
             self._found[key] = msgspec.structs.replace(known or one, requests=count)
 
     def entries(self) -> tuple[Ignored, ...]:
-        """Return what was recorded, in order of its first request."""
+        """Return the recorded fields, in the order of the first request that had each
+        field.
+        """
         return tuple(self._found.values())

@@ -4,16 +4,18 @@ training. Pure: no clock, no I/O.
 The program sends complete conversations, as chat clients do. A conversation that
 continues where a call of this session ended has a prompt that begins with all tokens of
 that call, and only the new messages are rendered: it joins that call's sequence. Any
-other (a rewritten context, a sub-agent, a second call on the same prefix) opens a new
-sequence, to which everything before its own output is prompt; there too, the sampled
-tokens are kept wherever the program sends back a message that the agent wrote in this
-session.
+other conversation (a rewritten context, a sub-agent, a second call on the same prefix)
+opens a new sequence, in which everything before its own output is prompt. In this
+prompt, too, sampled tokens are kept wherever the program sends back a message that the
+agent wrote in this session.
 
-Thoughts follow the chat template: where it leaves out those of earlier turns, these
-turns are rendered anew, and a sequence begins. A message of the agent that a program
-sends back without its thoughts, because its API has no place for them, has them again.
+Thoughts follow the chat template: where the template leaves out the thoughts of earlier
+turns, these turns are rendered again, and a new sequence begins. If a program sends
+back a message of the agent without its thoughts, because its API has no place for them,
+the thoughts are restored.
 
-Invariants, where "sampled" means the tokens of calls whose answer the program has:
+Invariants, where "sampled" means the tokens of calls whose answer the program has
+received:
 - every sampled token is an output of exactly one sequence, with its log-prob and weight
   version: nothing is trained on twice;
 - a sequence only grows at its end, and each turn's prompt is exactly what precedes it;
@@ -57,8 +59,8 @@ class CallState(enum.Enum):
 class Call:
     """One request.
 
-    `digest` is that of the conversation; a completion has the `text` of its prompt
-    instead, until it is answered. Once the call is in a sequence, up to `end`,
+    `digest` is the digest of the conversation; a completion has the `text` of its
+    prompt instead, until it is answered. Once the call is in a sequence, up to `end`,
     its `prompt` is empty: the prompts of a program add up to the square of its context.
     """
 
@@ -69,15 +71,15 @@ class Call:
     prompt_tokens: int
     text: str | None = None
     conversation: Conversation | None = None
-    """Its conversation until it is in a sequence; None of a completion."""
+    """Its conversation until it is in a sequence; None for a completion."""
     message: Message | None = None
-    """Its answer until it is in a sequence; None of a completion."""
+    """Its answer until it is in a sequence; None for a completion."""
     thoughts: str = ""
     """The thoughts of its answer."""
     call_ids: list[str] = field(default_factory=list)
     """The ids of the tool calls in its answer."""
     shown: frozenset[int] = frozenset()
-    """The messages of its conversation, with its answer, whose thoughts are among its
+    """The messages (of its conversation, or its answer) whose thoughts are among its
     tokens.
     """
     continues: "Call | None" = None
@@ -109,7 +111,7 @@ class Call:
 class Prepared:
     """The prompt of a request: its `context`, the calls of this session whose sampled
     tokens are part of it, the digest of its conversation, the messages whose thoughts
-    are `shown`, and the conversation, None of a completion.
+    are `shown`, and the conversation (None for a completion).
     """
 
     context: tuple[int, ...]
@@ -130,10 +132,10 @@ class _Branch:
     routes: tuple[Routes, ...] = ()
     origin: Origin | None = None
     conversation: Conversation = field(default_factory=Conversation)
-    """The newest call's, with its answer."""
+    """The newest call's conversation, with its answer."""
 
     def is_prefix_of(self, call: Call) -> bool:
-        """Return whether the call's prompt begins with all tokens that are here."""
+        """Return whether the call's prompt begins with all tokens of this branch."""
         prompt = call.prompt
         return (
             len(self.tokens) <= len(prompt)
@@ -196,7 +198,7 @@ class SessionRecorder:
         self._by_digest: dict[bytes, list[Call]] = {}
         """Answered calls by the digest of the conversation with the agent's message."""
         self._by_stopped_text: dict[str, list[Call]] = {}
-        """Answered calls by the text of a turn that ended with a stop text, with it."""
+        """Answered calls by the text of their turn and the stop text that ended it."""
         self._by_text: dict[tuple[int, bytes], list[Call]] = {}
         """Answered completions by the length and the digest of prompt and answer."""
         self._branches: list[_Branch] = []
@@ -217,12 +219,13 @@ class SessionRecorder:
         """Return the call of a request. Its state tells the caller what to do: it is
         `PENDING` if it is new or in progress.
 
-        Requests with equal `key` are equal; one whose answer was lost gets that answer,
-        and one that the program marks as `repeated` is the call that it repeats, if
-        there is one. A completion has a `prompt`, text or tokens, instead of messages.
-        `arguments` are those of the chat template, as in `TextCodec.with_arguments`.
-        `prepared` is the result of `prepare` for them. Raises ChatError if the chat
-        template refuses the messages or its arguments.
+        Requests with equal `key` are equal; a request whose answer was lost gets this
+        answer, and a request that the program marks as `repeated` is the call that it
+        repeats, if there is one. A completion has a `prompt`, text or tokens, instead
+        of messages. `arguments` are the arguments of the chat template, as in
+        `TextCodec.with_arguments`. `prepared` is the result of `prepare` for the same
+        request. Raises ChatError if the chat template refuses the messages or its
+        arguments.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
@@ -283,7 +286,8 @@ class SessionRecorder:
         self, call: Call, result: GenerateResult, message: Message, *, stopped: str = ""
     ) -> None:
         """Record the engine's answer, and the message that the program will receive.
-        `stopped` is the message's text with the stop text that ended it, if one did.
+        `stopped` is the message's text with the stop text that ended it, if a stop text
+        did.
 
         Raises ValueError for an invalid result.
         """
@@ -296,7 +300,7 @@ class SessionRecorder:
             call.text = None
             return
         call.message, call.thoughts = message, message.thoughts
-        call.call_ids = [each.id for each in message.tool_calls]
+        call.call_ids = [tool_call.id for tool_call in message.tool_calls]
         spoken = [message]
         if message.thoughts and call.conversation is not None:
             call.shown |= {len(call.conversation.messages)}
@@ -386,11 +390,11 @@ class SessionRecorder:
         shown: frozenset[int],
     ) -> tuple[tuple[int, ...], list[Call]]:
         """Return the tokens of a conversation and of the opening of the next turn, and
-        the recognized calls, whose sampled tokens are part of it. The thoughts of the
-        messages `shown` are among them.
+        the recognized calls, whose sampled tokens are part of the conversation's
+        tokens. The thoughts of the messages `shown` are included.
         """
         context: tuple[int, ...] = ()
-        last: tuple[int, ...] = ()  # tokens of the last message that is the agent's
+        last: tuple[int, ...] = ()  # tokens of the agent's last message
         recognized: list[Call] = []
         since, begun = self._begun(digests, shown)
         if begun is not None:
@@ -416,11 +420,11 @@ class SessionRecorder:
 
     def _begun(self, digests: Sequence[bytes], shown: frozenset[int]) -> tuple[int, Call | None]:
         """Return the longest beginning of this conversation that is a call's
-        conversation with its answer: its number of messages, and the call, whose tokens
-        have the thoughts `shown`. Return 0 and None if there is no such call.
+        conversation with its answer, whose tokens have the thoughts `shown`: the number
+        of messages, and the call. Return 0 and None if there is no such call.
         """
         for place in range(len(digests) - 1, 0, -1):
-            thought = frozenset(each for each in shown if each < place)
+            thought = frozenset(index for index in shown if index < place)
             known = [
                 call for call in self._by_digest.get(digests[place], ()) if call.shown == thought
             ]
@@ -449,22 +453,22 @@ class SessionRecorder:
         return whole, digests
 
     def _known(self, message: Message) -> tuple[list[Call], str]:
-        """Return the calls with this message, and what the program has appended to
-        their text: a turn that ended with a stop text may go on in the history.
+        """Return the calls with this message, and the text that the program has
+        appended to it: a turn that ended with a stop text may go on in the history.
         """
         known = self._by_message.get(_message_key(message), ())
         if known := [call for call in known if call.thoughts.strip() == message.thoughts.strip()]:
             return known, ""
         text = message.content.strip()
-        begun = [one for one in tuple(self._by_stopped_text) if text.startswith(one)]
+        begun = [known for known in tuple(self._by_stopped_text) if text.startswith(known)]
         if not begun or message.tool_calls:
             return [], ""
         longest = max(begun, key=len)
         return self._by_stopped_text[longest], text[len(longest) :]
 
     def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[tuple[int, ...], list[Call]]:
-        """Return the tokens of a completion's prompt, and the completion with which it
-        begins, whose tokens are part of it.
+        """Return the tokens of a completion's prompt, and the earlier completion with
+        which the prompt begins, whose tokens are part of it.
         """
         if not isinstance(prompt, str):
             return prompt, []
@@ -514,8 +518,8 @@ def _extend_digest(digest: bytes, message: Message) -> bytes:
 
 
 def _preferred(calls: Sequence[Call], message: Message | None = None) -> Call:
-    """Choose among calls with the same message: the one whose tool calls have the ids
-    of `message`, a delivered one, otherwise the latest.
+    """Choose among calls with the same message: a call whose tool calls have the ids of
+    `message`, else a delivered call, else the latest call.
     """
     ids = [call.id for call in message.tool_calls] if message is not None else []
 

@@ -22,10 +22,9 @@ class RequestError(RollweaveError):
 
 
 class TooLongError(RequestError):
-    """A prompt does not fit into the context. Each API has its own words for it, by
-    which agent programs know that they must shorten their conversation.
-
-    `tokens` counts the prompt's, or at least as many; `limit` is their maximum.
+    """A prompt does not fit into the context. Each API has its own text for this error,
+    by which agent programs know that they must shorten their conversation. `tokens` is
+    the number of tokens of the prompt, or a lower bound of it; `limit` is the maximum.
     """
 
     def __init__(self, message: str, *, param: str, tokens: int, limit: int) -> None:

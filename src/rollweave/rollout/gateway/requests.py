@@ -2,10 +2,10 @@
 value.
 
 Invariant: each field of a request falls into one of five classes, and `docs/GATEWAY.md`
-lists them all. It is honored (the fields of the models below), it is overridden by the
-run where the session is pinned (`PINNED_FIELDS`), it has a value without effect, it is
-unread, which the session ignores and records or refuses (`fields.py`), or the request
-is refused.
+lists them all. It is honored (the fields of the models below); it is overridden by the
+run where the session is pinned (`PINNED_FIELDS`); it has a value without effect; it is
+unread, so that the session ignores and records it, or refuses it (`fields.py`); or the
+request is refused.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from rollweave.schema.serving import COLDEST, Adjustments, Constraint
 
 
 class PromptForm(Struct, frozen=True, kw_only=True):
-    """The form of a prompt's tokens: with the special tokens that the tokenizer adds;
-    with the opening of the agent's turn, or with the last message left open, or
-    neither. The last `most` tokens are kept, or with `keeps_first` the first ones; -1
-    keeps as many as the context has room for.
+    """The form of a prompt's tokens: with or without the special tokens that the
+    tokenizer adds; with the opening of the agent's turn, or with the last message left
+    open, or neither. The last `most` tokens are kept, or with `keeps_first` the first
+    `most` tokens; -1 keeps as many tokens as fit into the context.
     """
 
     adds_special: bool = False
@@ -67,21 +67,23 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     call one. The agent's text is parsed for calls if `reads_calls`.
 
     A completion has a `prompt`, text or tokens, in place of messages. `allowed`
-    restricts sampling to these tokens. With `prompt_logprobs`, its answer has those of
-    the prompt; with `token_ids`, those of the answer's tokens; with `token_names`,
-    tokens are named by their ids. `source` is the field with the conversation.
-    `asks` are wishes for the chat template, and `unread` what nothing here can read;
-    `Session.readable` makes of them the `template_arguments`, a JSON object or "".
-    `tool_kinds` are the forms of tools, by the names that the agent knows. With
-    `divides`, thoughts are apart from the text; `thoughts_as` is how the answer shows
-    them: "text", "summary", or "sealed". `constraint` is that of the agent's text,
-    which it leaves to call a tool; `constraint_field` is the field that demands it.
+    restricts sampling to these tokens. With `prompt_logprobs`, its answer has the
+    log-probs of the prompt; with `token_ids`, the ids of the answer's tokens; with
+    `token_names`, tokens are named by their ids. `source` is the field with the
+    conversation. `asks` are wishes for the chat template, and `unread` are fields that
+    nothing here can read. `Session.readable` turns the wishes into
+    `template_arguments`, a JSON object or "". `tool_kinds` are the forms of tools, by
+    the names that the agent knows. With `divides`, thoughts are separated from the
+    text; `thoughts_as` is how the answer shows them: "text", "summary", or "sealed".
+    `constraint` applies to the agent's text, unless the agent calls a tool;
+    `constraint_field` is the field that demands it.
 
-    The other fields are those of requests outside of a run (`served.py`): `others` are
-    the further choices of the same request, and `repeats` is true of a choice that has
-    the prompt of the one before. `top_logprobs` tokens are shown beside each token, and
-    `prompt_top` beside each of the prompt's. With `only_prompt`, what is sampled is not
-    shown; with `usage_always`, each part of a stream has the usage so far.
+    The other fields belong to requests outside of a run (`served.py`): `others` are the
+    further choices of the same request, and `repeats` is true for a choice that has the
+    same prompt as the choice before. `top_logprobs` is the number of alternatives shown
+    for each sampled token, and `prompt_top` for each token of the prompt. With
+    `only_prompt`, sampled tokens are not shown; with `usage_always`, each part of a
+    stream has the usage so far.
     """
 
     model: str
@@ -230,7 +232,7 @@ class Common(OpenModel, Formats):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def given(self) -> dict[str, Any]:
-        """Return the fields of `ChatRequest` that these are. Raises RequestError."""
+        """Return these fields as fields of `ChatRequest`. Raises RequestError."""
         options, (constraint, field) = self.stream_options, self.constraint()
         return {
             "model": self.model,
@@ -312,7 +314,7 @@ def chat_request(chat: Chat) -> ChatRequest:
         reads_calls=bool(tools) and chat.tool_choice != "none",
         one_call=chat.parallel_tool_calls is False,
         max_tokens=min(
-            (each for each in (chat.max_tokens, chat.max_completion_tokens) if each is not None),
+            (most for most in (chat.max_tokens, chat.max_completion_tokens) if most is not None),
             default=None,
         ),
         logprobs=bool(chat.logprobs),
@@ -348,7 +350,7 @@ def _ask(reading: Reading, chat: Chat) -> None:
 
 
 def _declared(reading: Reading, tools: Iterable[_Tool | OtherTool] | None) -> Iterator[_Tool]:
-    """Yield the tools that the agent can call; the others are left out."""
+    """Yield the tools that the agent can call; other tools are left out."""
     for place, tool in enumerate(tools or ()):
         if isinstance(tool, _Tool):
             yield tool
@@ -387,13 +389,13 @@ def _check_finite(body: bytes) -> None:
             raise RequestError(400, f"numbers must be at most 1.8e308, got {text:.80}")
         return value
 
-    try:  # to find one takes longer than to decode all
+    try:  # finding one takes longer than decoding all
         msgspec.json.decode(body)
         if LONG not in body.translate(_ZEROS):
             return
     except (ValueError, RecursionError):
         pass
-    with contextlib.suppress(ValueError, RecursionError):  # the reader says what is wrong
+    with contextlib.suppress(ValueError, RecursionError):  # the reader reports what is wrong
         json.loads(body, parse_float=number, parse_int=number)
 
 
@@ -404,8 +406,8 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 
 
 def _has_too_many_tokens(body: bytes, most: int) -> bool:
-    """Count the strings, commas and opening brackets of JSON, unless all bytes that
-    could be part of one are few.
+    """Return whether JSON has more than `most` strings, commas and opening brackets.
+    They are counted only if the bytes that could be part of them are many.
     """
     if sum(map(body.count, (b",", b"[", b"{", b'"'))) <= most:
         return False
@@ -416,9 +418,9 @@ def _has_too_many_tokens(body: bytes, most: int) -> bool:
 
 
 def forced_call(field: str, name: str | None, tools: list[str], *, any_of: str) -> str | None:
-    """Return the tool that must be called, in the form of `ChatRequest.call`: the one
-    that `field` names, or any of them where `tool_choice` is `any_of`. Raises
-    RequestError for a tool that is not there.
+    """Return the tool that must be called, in the form of `ChatRequest.call`: the tool
+    that `field` names, or any tool if `tool_choice` is `any_of`. Raises RequestError
+    for a tool that is not there.
     """
     if name is not None:
         if name not in tools:

@@ -1,8 +1,8 @@
 """Render a turn as a response of OpenAI's chat API, complete or as a stream of chunks,
 and the interface of all APIs. Pure.
 
-Invariants: the chunks' text and calls add up to those of the complete response; a chunk
-never contains part of a character; the stop text and the token that ends a turn are not
+Invariants: the chunks' text and calls add up to the complete response; a chunk never
+contains part of a character; the stop text and the token that ends a turn are not
 shown.
 """
 
@@ -55,8 +55,9 @@ class ReplyHead(Struct, frozen=True, kw_only=True):
 
 
 class ChatReply(Struct, frozen=True, kw_only=True):
-    """The reply to a client for a complete turn. In a stream, `deltas` are those that
-    it has not received yet. `thought_tokens` counts those of thoughts and their marks.
+    """The reply to a client for a complete turn. In a stream, `deltas` are the deltas
+    that the client has not received yet. `thought_tokens` counts the tokens of thoughts
+    and their marks.
     """
 
     message: Message
@@ -120,8 +121,8 @@ class Api(Protocol):
         """The beginning of the id of each response."""
 
     def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
-        """Read a request; with `counts`, one whose tokens are counted only. Raises
-        RequestError.
+        """Read a request; with `counts`, a request whose tokens are only counted.
+        Raises RequestError.
         """
 
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
@@ -144,8 +145,8 @@ class Api(Protocol):
         """Return the body of an error."""
 
     def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
-        """Yield the events of a stream that fails before its first text; none if the
-        client reads the error of a plain response.
+        """Yield the events of a stream that fails before its first text; no events if
+        the client reads the error from a plain response.
         """
 
 
@@ -171,7 +172,7 @@ def read_turn(
     if result.tokens and result.tokens[-1] in stop_tokens and not shows_stop:
         text = text[: len(codec.decode(result.tokens[:-1]))]
     length, stopped = min(
-        ((place, each) for each in stop if (place := text.find(each)) >= 0),
+        ((place, end) for end in stop if (place := text.find(end)) >= 0),
         default=(len(text), ""),
     )
     length += len(stopped) if shows_stop else 0
@@ -235,8 +236,8 @@ class OpenAIApi:
 
 
 class ChatApi(OpenAIApi):
-    """OpenAI's chat API. With `served`, requests may have the fields of those outside
-    of a run.
+    """OpenAI's chat API. With `served`, requests may have the fields that are allowed
+    outside of a run.
     """
 
     prefix: Final = "chatcmpl"
@@ -292,7 +293,7 @@ def completion(codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRe
 
 
 def echoed(chat: ChatRequest) -> str:
-    """Return the beginning of the agent's message that was given, if it is wanted."""
+    """Return the given beginning of the agent's message, if the client wants it."""
     last = chat.messages[-1:] if chat.echo and chat.prompt_form.continues_last else ()
     return last[0].content if last else ""
 
@@ -301,7 +302,8 @@ def prompt_scores(
     codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRequest
 ) -> list[Json | None] | None:
     """Return each token of the prompt with its log-prob and text, and the likeliest
-    ones, as vLLM does: the first has none. None if they are not wanted.
+    tokens in its place, as vLLM does: the first token has no log-prob. None if they are
+    not wanted.
     """
     if not chat.prompt_logprobs:
         return None
@@ -332,7 +334,7 @@ class Chunks:
 
     def progress(self, deltas: Sequence[TextDelta], reason: str | None = None) -> Iterator[Json]:
         """Yield chunks with the text that is certain before the turn is complete; the
-        last one has the `reason` for which it has ended.
+        last chunk has the `reason` for which the turn has ended.
         """
         if deltas and not self._begun:
             yield from self._begin()
@@ -361,8 +363,8 @@ class Chunks:
         shows_all = self._chat.token_ids or self._chat.token_names
         ended = False
         if message.tool_calls:
-            # Calls are parsed once the turn is complete: only then it is known which
-            # text surrounds them.
+            # Calls are parsed once the turn is complete: only then is the text around
+            # them known.
             if left := message.thoughts[len(self._thoughts) :]:
                 yield self._chunk({"reasoning_content": left})
             left = message.content[len(self._content) :]
@@ -417,15 +419,15 @@ def token_name(codec: TextCodec, token: int, chat: ChatRequest) -> str:
 
 
 def top_of(entry: TokenEntry, chat: ChatRequest) -> TokenChances:
-    """Return the tokens that are shown beside a sampled token: the likeliest tokens, or
-    the tokens that the request names, with the sampled token.
+    """Return the tokens that are shown as alternatives to a sampled token: the
+    likeliest tokens, or the tokens that the request names, and the sampled token.
     """
     sampled = (entry.token, entry.logprob)
     if chat.logprob_ids:
         named = entry.top[-len(chat.logprob_ids) :]
         return named if any(entry.token == token for token, _ in named) else (*named, sampled)
     if chat.top_logprobs and not entry.top:
-        return (sampled,)  # greedy: the likeliest is the sampled one
+        return (sampled,)  # greedy: the sampled token is the likeliest
     return entry.top[: chat.top_logprobs]
 
 

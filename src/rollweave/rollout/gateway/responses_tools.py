@@ -55,7 +55,8 @@ BUILT_IN: Final[Mapping[str, Json]] = {
 """Type of a tool that the client runs → its declaration, which requests lack."""
 
 WITHIN: Final = {"local_shell": "action", "shell": "action", "apply_patch": "operation"}
-"""Type of such a tool → the field of its call that has the arguments."""
+"""Type of a tool without a declaration → the field of its call that has the arguments.
+"""
 
 CALLS: Final = {
     "function_call": "function",
@@ -183,8 +184,8 @@ def call_of(item: Mapping[str, Any], kinds: Mapping[str, ToolKind]) -> ToolCall:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the text of a call of a custom tool: its `input`, or all of what the agent
-    wrote if there is none.
+    """Return the text of a call of a custom tool: its `input`, or the agent's whole
+    text if there is no `input`.
     """
     value = json.loads(arguments)
     text = value.get("input") if isinstance(value, dict) and len(value) == 1 else None

@@ -1,6 +1,6 @@
-"""The fields of vLLM's and OpenAI's APIs that only requests outside of a run have:
-they change the distribution of what is sampled, ask for several choices, or shape the
-prompt. In a session of a run they are refused unless they ask for nothing. Pure.
+"""The fields of vLLM's and OpenAI's APIs that only requests outside of a run have: they
+change the distribution of sampled tokens, ask for several choices, or shape the prompt.
+In a session of a run they are refused unless they ask for nothing. Pure.
 """
 
 import json
@@ -28,13 +28,13 @@ MAX_CHOICES: Final = 1024
 """Maximum number of choices of one request."""
 
 MAX_TOP: Final = 20
-"""Maximum number of likeliest tokens that are shown beside each token, as in vLLM."""
+"""Maximum number of likeliest tokens that are shown for each token, as in vLLM."""
 
 MAX_WORDS: Final = 1000
 """Maximum number of texts in `bad_words`, and of tokens in `logprob_token_ids`."""
 
 BIAS: Final = 100.0
-"""Maximum of a bias, which is cut to it, as in vLLM."""
+"""Maximum of a bias; larger biases are cut to it, as in vLLM."""
 
 SEED: Final = (1 << 63) - 1
 """Mask of the seeds of further choices."""
@@ -151,8 +151,8 @@ def parse_served_chat(body: bytes, codec: TextCodec) -> ChatRequest:
 
 
 def parse_batch(body: bytes, codec: TextCodec) -> ChatRequest:
-    """Parse the body of a request with several conversations, each of which gets one
-    choice. Raises RequestError.
+    """Parse the body of a request with several conversations, with one choice for each
+    conversation. Raises RequestError.
     """
     asked = read(body, _Batch)
     fields = asked.model_extra or {}
@@ -238,8 +238,8 @@ class _Tokens(OpenModel):
 
 
 def parse_tokenize(body: bytes, codec: TextCodec) -> tuple[ChatRequest, bool]:
-    """Parse a request for the tokens of a text or of a conversation; return it, and
-    whether their spellings are wanted, too. Raises RequestError.
+    """Parse a request for the tokens of a text or of a conversation; return the
+    request, and whether the tokens' spellings are wanted, too. Raises RequestError.
     """
     if read(body, _Either).messages is not None:
         asked = read(body, _Conversation)

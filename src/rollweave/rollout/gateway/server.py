@@ -8,7 +8,7 @@ its API key. The conversation is recorded token by token
 
 Invariants: every answer is OpenAI's JSON or its stream of events, whatever the client
 sends; a client has access only to the session of its token; the generation stops when
-the client disconnects, and does not wait for one that reads slowly. This requires
+the client disconnects, and does not wait for a client that reads slowly. This requires
 `handler_cancellation`: use `serve_gateway`.
 """
 
@@ -73,10 +73,9 @@ class SessionRecording(Struct, frozen=True, kw_only=True):
 
 class Gateway:
     """Sessions of one model. `generate` samples their turns unless a session has its
-    own.
-
-    `tools` is the format of the model's tool calls; None takes that of its chat
-    template, if known. `unconstrained` is why its engines cannot constrain answers.
+    own `generate`. `tools` is the format of the model's tool calls; None takes the
+    format of its chat template, if known. `unconstrained` is the reason why its engines
+    cannot constrain answers.
     """
 
     def __init__(
@@ -140,14 +139,13 @@ class Gateway:
 
     def session(self, id: str) -> Session:
         """Return the session, for callers in this process. Raises KeyError if there is
-        none.
+        no such session.
         """
         return self._sessions[id]
 
     def sequences(self, id: str) -> tuple[TokenSequence, ...]:
-        """Return what session `id` has recorded so far.
-
-        Raises KeyError if there is none.
+        """Return the sequences that session `id` has recorded so far. Raises KeyError
+        if there is no such session.
         """
         return self._sessions[id].recorder.sequences()
 

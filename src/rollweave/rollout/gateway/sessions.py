@@ -3,7 +3,7 @@ their recordings.
 
 Invariants: a session is accessible with its own token only; calls, sampled tokens and
 concurrent turns are bounded; a turn is generated while at least one client waits for
-it, and cancelled when the last one has gone; a closed session generates nothing.
+it, and cancelled when the last client has gone; a closed session generates nothing.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ Generate = Callable[..., Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling, on_tokens)` samples the agent's turn.
 
 If the client reads the turn while it is sampled, `on_tokens` may be called with its
-tokens delta by delta; one that starts at 0 begins the turn anew. Raises EngineError if
-that fails; may be cancelled.
+tokens delta by delta; a delta that starts at 0 begins the turn again. Raises
+EngineError if that fails; may be cancelled.
 """
 
 
@@ -67,8 +67,8 @@ MESSAGE_CHARS: Final = 64
 class SessionLimits(Struct, frozen=True, kw_only=True):
     """Bounds of one session.
 
-    `context` and `tokens` count tokens: of prompt and turn together, and of all turns'
-    output.
+    `context` is the maximum number of tokens of prompt and turn together, `tokens` that
+    of all turns' output.
     """
 
     calls: int = 1000
@@ -99,12 +99,12 @@ class Turn:
     shown: int = 0
     """Number of characters of the sampled text that the message contains."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens so far, if they are streamed: no more than the session allows a turn,
-    however slowly clients read.
+    """The tokens so far, if they are streamed: no more tokens than the session allows
+    in a turn, however slowly clients read.
     """
     logprobs: list[float] = field(default_factory=list)
     tops: list[TokenChances] = field(default_factory=list)
-    """The tokens that are reported beside each of them, if any are."""
+    """The alternatives that are reported for each of the `tokens`, if any are."""
     news: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -116,8 +116,8 @@ class Turn:
         return self.task is not None and self.task.done()
 
     def on_tokens(self, delta: TokenDelta) -> None:
-        """Append the tokens that the engine has reported, or begin anew with them. What
-        fits neither comes with the result.
+        """Append the tokens that the engine has reported, or begin again with them.
+        Tokens that fit neither come with the result.
         """
         if delta.start == 0:
             self.tokens.clear()
@@ -135,13 +135,12 @@ class Turn:
 class Session:
     """The conversations of one agent program.
 
-    `sampling` holds the defaults of a request; if `pinned` it always applies.
-    `aside` does large work beside the event loop.
-    `unconstrained` is why the engines cannot constrain answers; "" if they can.
-    `unreadable` says
-    whether fields that neither the model nor its template can read are ignored, and
-    recorded in `ignored`, or refused. `call_prefix` begins the ids of tool calls, which
-    are unique within the session.
+    `sampling` holds the defaults of a request; if `pinned` it always applies. `aside`
+    does large work outside the event loop. `unconstrained` is the reason why the
+    engines cannot constrain answers; "" if they can. `unreadable` says whether fields
+    that neither the model nor its template can read are ignored, and recorded in
+    `ignored`, or refused. `call_prefix` begins the ids of tool calls, which are unique
+    within the session.
     """
 
     def __init__(
@@ -190,8 +189,8 @@ class Session:
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
 
     def readable(self, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
-        """Return the request as the agent can be shown it, and what was left out of it.
-        Raises RequestError.
+        """Return the request in the form that the agent can be shown, and the fields
+        that were left out. Raises RequestError.
         """
         return readable(chat, self._codec, unreadable=self.unreadable)
 
@@ -229,8 +228,9 @@ class Session:
                 self.recorder.lose(turn.call)
 
     async def beside(self, work: Callable[[], T], *, size: int, most: int = INLINE) -> T:
-        """Return the result of work for a request, as `Aside.run`. A session has one
-        piece of large work done at a time, so that no other waits for all of it.
+        """Return the result of work for a request, as `Aside.run`. A session has only
+        one piece of large work done at a time, so that other sessions need not wait for
+        all its work.
         """
         return await self._aside.run(work, size=size, most=most, line=self._line)
 
@@ -259,8 +259,8 @@ class Session:
 
     def _thinking_of(self, chat: ChatRequest) -> Thinking | None:
         """Return the marks by which the turn's thoughts are divided from its text. An
-        answer whose form is constrained has none: the constraint holds from its first
-        token.
+        answer whose form is constrained has no marks: the constraint holds from its
+        first token.
         """
         if not chat.divides or chat.constraint is not None or chat.call is not None:
             return None
@@ -318,8 +318,8 @@ class Session:
             )
 
     async def _prepare(self, chat: ChatRequest) -> Prepared:
-        """Return the prompt of a request, which is made beside the event loop if it is
-        large. Raises RequestError.
+        """Return the prompt of a request. A large prompt is made outside the event
+        loop. Raises RequestError.
         """
         try:
             return await self.beside(
@@ -397,7 +397,7 @@ class Session:
 
     async def _constrained(self, chat: ChatRequest) -> Constraint | None:
         """Return the constraint of a turn. Raises RequestError, with the field that is
-        to blame, for one that cannot be met.
+        to blame, for a constraint that cannot be met.
         """
         if chat.constraint is not None and not self._unconstrained:
             await self._check_form(chat.constraint_field, chat.constraint)
@@ -509,15 +509,15 @@ class Session:
             allowed=chat.allowed or base.allowed,
             adjustments=chat.adjustments,
             constraint=constraint,
-            # Two calls of the same prompt are two samples, and the same two whenever
-            # the session is repeated.
+            # Two calls of the same prompt are two samples, and the same two samples
+            # whenever the session is repeated.
             **{"seed": mix(base.seed, call.number), **overrides},
         )
 
     def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
         """Return the constraint of a turn: of its answer, of its calls, or of both.
-
-        Raises RequestError if the engines have none. Strict tools are only shown then.
+        Raises RequestError for a demanded constraint if the engines cannot constrain
+        answers; strict tools are then only shown.
         """
         if self._unconstrained:
             for field, rule, wanted in (
@@ -579,7 +579,7 @@ class Session:
         codec = self.codec_of(chat)
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
         stops = (*self._sampling.stop, *chat.stop)
-        end = next((one for one in stops if text.startswith(one, turn.shown)), "")
+        end = next((stop for stop in stops if text.startswith(stop, turn.shown)), "")
         stopped = text[: turn.shown] + end if end else ""
         self.recorder.answer(turn.call, result, turn.message, stopped=stopped)
         asked = chat.messages
@@ -618,7 +618,7 @@ def _constraint_field(chat: ChatRequest) -> str:
 
 
 FORMS: Final = {"json": "a JSON schema", "regex": "a regular expression", "lark": "forms"}
-"""Kind of a constraint → what its text is."""
+"""Kind of a constraint → the name of its text's form."""
 
 
 def _unconstrainable(field: str, constraint: Constraint, why: str) -> RequestError:
@@ -630,7 +630,7 @@ def _unconstrainable(field: str, constraint: Constraint, why: str) -> RequestErr
 
 
 def _result_error(result: GenerateResult) -> RequestError | None:
-    """Return why a result is no turn; None if it is one."""
+    """Return the reason why a result is not a turn; None if it is a turn."""
     if result.finish is FinishReason.ERROR:
         return RequestError(503, f"the engine failed: {result.error}", code="unavailable")
     if result.finish is FinishReason.ABORTED:
