@@ -12,7 +12,7 @@ from rollweave.sandbox.inside.http1 import (
     BODY_BYTES,
     HEAD_BYTES,
     BadRequest,
-    Request,
+    HttpRequest,
     RequestDecoder,
 )
 
@@ -54,7 +54,7 @@ def sent(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, dict[str, str], bytes]
     )
 
 
-def plain(request: Request) -> tuple[str, str, dict[str, str], bytes]:
+def plain(request: HttpRequest) -> tuple[str, str, dict[str, str], bytes]:
     headers = {name: value for name, value in request.headers.items() if name not in RESERVED}
     return request.method, request.target, headers, request.body
 

@@ -1,8 +1,8 @@
-"""The command line by which each runtime makes a sandbox of a specification. The
+"""The command line with which each runtime makes a sandbox from a specification. The
 functions are pure, so that golden tests can cover them.
 
-A runtime gets a root or an image, the server's socket as CHANNEL_FD and, if it loads
-one, the seccomp program as SECCOMP_FD. Nothing of our environment is passed on.
+A runtime gets a root or an image, the server's socket as CHANNEL_FD and, if it can load
+a seccomp program, the program as SECCOMP_FD. Nothing of our environment is passed on.
 """
 
 import json
@@ -25,8 +25,8 @@ UID = 1000
 def rlimits(limits: Limits) -> dict[str, int]:
     """Return the limits of each process, by their names in <sys/resource.h>.
 
-    Private memory, not address space: programs reserve much more of the latter than
-    they use.
+    Private memory is limited instead of address space, because programs reserve much
+    more address space than they use.
     """
     return {
         "NPROC": limits.processes,
@@ -46,9 +46,9 @@ def server(
 ) -> list[str]:
     """Return the command of the program inside: the server, within per-process limits.
 
-    It runs without `site`. Installed packages may name paths that do not exist; an
-    agent could make such a path, and code there would run in the server of every
-    sandbox that begins with what this agent wrote.
+    The server runs without `site`. Installed packages may name paths that do not exist.
+    An agent could make such a path, and code there would run in the server of every
+    sandbox that starts from the agent's writes.
     """
     packed = json.dumps(limits, sort_keys=True)
     return [
@@ -69,8 +69,8 @@ def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list
     the root already mounted at `root` with its /dev.
 
     /proc is read-only: writing to it could only weaken a limit (oom_score_adj) or
-    change another process (mem). Per-process limits are set before, when no code of an
-    image or an agent has run.
+    change another process (mem). Per-process limits are set earlier, before any code of
+    an image or an agent runs.
     """
     uid = "0" if spec.fakeroot else str(UID)
     argv = [bwrap, "--unshare-user", "--uid", uid, "--gid", uid, "--unshare-ipc", "--unshare-pid"]

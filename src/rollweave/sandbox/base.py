@@ -94,22 +94,22 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
 
     image: str = HOST
     """HOST, or the absolute path of an image: a folder with a root file system that has
-    python3 (for apptainer also a .sif file). `envs.handlers.sandboxes` also takes what
-    the cache of images resolves to such a folder (`is_reference`).
+    python3 (for apptainer also a .sif file). `envs.handlers.sandboxes` also accepts
+    references that the cache of images resolves to such a folder (`is_reference`).
     """
     packages: tuple[str, ...] = ()
-    """Python packages of this machine that the image HOST has, with what they require:
-    `numpy`, or with extras `pydantic-ai-slim[openai]`.
+    """Python packages of this machine that the image HOST has, together with their
+    requirements: `numpy`, or with extras `pydantic-ai-slim[openai]`.
     """
     folder: str = ""
-    """Absolute path of a folder of this machine, whose files are in `workdir` at the
-    start. They belong to the sandbox; the folder itself is not changed.
+    """Absolute path of a folder of this machine, whose files are copied to `workdir` at
+    the start. The copies belong to the sandbox; the folder itself is not changed.
     """
     limits: Limits = Limits()
     network: bool = False
     """True shares the host's network, with all its servers, and gives the sandbox an
-    exclusive loopback address, in the variable LOOPBACK and by the hostname. False
-    gives a separate loopback and nothing else.
+    exclusive loopback address, which the variable LOOPBACK and the hostname name. False
+    gives a separate loopback interface and nothing else.
     """
     env: dict[str, str] = msgspec.field(default_factory=dict)
     """Variables added to PATH, HOME and LANG.
@@ -205,7 +205,7 @@ class Sandbox(Protocol):
 
     id: str
     ready_s: float
-    """Seconds from the request until its server answered."""
+    """Seconds from the request for the sandbox until its server answered."""
     workdir: str
     """Folder in which its commands run, as a path inside."""
 
@@ -241,12 +241,13 @@ class Sandbox(Protocol):
         """
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        """Return a regular file's bytes. Raises SandboxError if it is not one, or is
-        longer than `limit`. A large file arrives in parts, between which it may change.
+        """Return a regular file's bytes. Raises SandboxError for any other kind of
+        file, and for more than `limit` bytes. A large file arrives in parts, between
+        which it may change.
         """
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Replace a file, at once, whatever the size of the data. Raises
+        """Replace a file atomically, whatever the size of the data. Raises
         SandboxError.
         """
 
@@ -262,15 +263,12 @@ class Sandbox(Protocol):
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Send SIGTERM to its commands, and SIGKILL to all processes that are left
-        after `grace_s` seconds.
-
-        Returns when none is left.
+        after `grace_s` seconds. Returns when no process is left.
         """
 
     def kill(self, *, spoiled: str = "") -> None:
-        """Send SIGKILL to all its processes at once.
-
-        `spoiled` describes what the code inside did, if that is the reason.
+        """Send SIGKILL to all its processes immediately. `spoiled` describes what the
+        code inside did, if the code inside is the reason.
         """
 
 
@@ -310,8 +308,8 @@ def addressed(spec: SandboxSpec) -> SandboxSpec:
 
 
 def is_reference(image: str) -> bool:
-    """Return whether `image` names what the cache of images resolves to a folder: a
-    digest, or the path of an archive or of a recipe, which may be relative to the
+    """Return whether the cache of images resolves `image` to a folder, because it is a
+    digest, or the path of an archive or of a recipe. The path may be relative to the
     working directory.
     """
     named = DIGEST.fullmatch(image) or image.endswith((RECIPE, *ARCHIVES))
@@ -319,7 +317,7 @@ def is_reference(image: str) -> bool:
 
 
 def check_image(image: str) -> None:
-    """Raise ValueError if `image` is a path that does not exist, or not a path."""
+    """Raise ValueError if `image` is not the path of an existing file or folder."""
     if image != HOST and (is_reference(image) or not Path(image).exists()):
         raise ValueError(f"image must exist, got {image!r}")
 

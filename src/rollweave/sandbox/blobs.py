@@ -3,9 +3,9 @@ peers, then a mirror (RollArt §8).
 
 A blob is a file named by the SHA-256 of its bytes, so copies from all sources are
 equivalent and no source is trusted: received bytes are hashed while they are written,
-and kept only if the digest is right. Invariants: a file under its name is complete; a
-source that is slow, gone, truncated or wrong costs time, never a wrong image, and its
-cost is bounded in bytes and seconds.
+and kept only if the digest is right. Invariants: a file with its final name is
+complete; a source that is slow, gone, truncated or wrong costs time, but never yields a
+wrong image, and its cost is bounded in bytes and seconds.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from rollweave.schema.text import whole
 CHUNK_BYTES = 1 << 20
 
 FETCH_S = 30.0
-"""Seconds without data after which a source is given up."""
+"""Seconds without data after which a source counts as failed."""
 
 REQUEST_S = 30.0
 """Seconds within which a peer must send its whole request."""
 
 CONNECTIONS = 64
-"""Maximum number of peers that a server answers at a time; it closes other connections,
-and those peers use other sources.
+"""Maximum number of peers that a server answers at a time. It closes the connections of
+further peers, which then use other sources.
 """
 
 ROUTE = "/blobs/sha256/"
@@ -53,7 +53,9 @@ TEXT_BYTES = 4096
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 OnProgress = Callable[[int, int], None]
-"""Receives the bytes that have arrived, and those of the whole blob, 0 if unknown."""
+"""Receives the number of bytes that have arrived, and the size of the blob, 0 if
+unknown.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,8 @@ class Source:
     """A source of blobs: an http or https URL, or the absolute path of a directory with
     the same paths below it.
 
-    A peer asks for its `token`, which goes to it directly: not through a proxy, nor to
-    where it redirects.
+    A peer requires its `token`, which is sent directly to the peer: not through a
+    proxy, and not to an address to which the peer redirects.
     """
 
     url: str
@@ -120,7 +122,7 @@ def digest_of(file: BufferedReader) -> str:
 
 
 class Blobs:
-    """The local folder of blobs, and the sources from which missing ones are fetched.
+    """The local folder of blobs, and the sources from which missing blobs are fetched.
 
     Calls may come from any thread and any process: files are renamed into place.
     """
@@ -157,7 +159,7 @@ class Blobs:
         remove_leftovers(folder)
 
     def path(self, digest: str) -> Path:
-        """Return the path that a blob has if it is stored locally."""
+        """Return the path at which a blob is stored locally, if it is."""
         return self._folder / check_digest(digest)
 
     @contextlib.contextmanager
@@ -171,8 +173,8 @@ class Blobs:
             yield BlobWriter(file, self._folder)
 
     def get(self, digest: str) -> Path:
-        """Return the path of a verified blob, fetched if necessary; a local blob is
-        hashed, too. Raises SandboxError.
+        """Return the path of a verified blob, which is fetched if necessary. A local
+        blob is hashed, too. Raises SandboxError.
         """
         if (path := self.find(digest)) is not None:
             return path
@@ -189,8 +191,8 @@ class Blobs:
         )
 
     def find(self, digest: str) -> Path | None:
-        """Return the path of a local blob; None if there is none, or it is damaged:
-        such a blob is removed.
+        """Return the path of a local blob; None if there is none. A damaged blob is
+        removed.
         """
         path = self.path(digest)
         with contextlib.suppress(FileNotFoundError):
@@ -209,8 +211,8 @@ class Blobs:
         on_progress: OnProgress | None = None,
         cancellation: Cancellation | None = None,
     ) -> str | None:
-        """Fetch a blob from one source; return the reason for a failure, or None if it
-        is stored now. Raises SandboxError if it cannot be written.
+        """Fetch a blob from one source; return the reason for a failure, or None if the
+        blob is now stored. Raises SandboxError if the blob cannot be written.
         """
         timeout_text = f"all sources together must send it within limit_s = {self._limit_s:g} s"
         left_s = self._limit_s if ends_at is None else ends_at - time.monotonic()
@@ -246,7 +248,9 @@ class Blobs:
 
 
 def read_text(source: Source, path: str) -> str | None:
-    """Return a small text of a mirror; None if it has none. Raises OSError."""
+    """Return a small text of a mirror; None if the mirror has no such text. Raises
+    OSError.
+    """
     watch = _Watch(FETCH_S)
     try:
         with watch, _opened(source, path, watch) as (read, _):
@@ -265,8 +269,8 @@ def read_text(source: Source, path: str) -> str | None:
 def _opened(
     source: Source, path: str, watch: "_Watch"
 ) -> Iterator[tuple[Callable[[int], bytes], int]]:
-    """Open what a source has at `path`; yield a function that reads it, and its size, 0
-    if it is unknown.
+    """Open the content that a source has at `path`; yield a function that reads it, and
+    its size in bytes, 0 if unknown.
     """
     if source.is_directory:
         with Path(source.url + path).open("rb") as file:
@@ -281,8 +285,8 @@ def _opened(
 
 
 class _Watch:
-    """Shuts down the connections that were opened in its context when time is over,
-    because a timeout of each read would not stop a source that sends single bytes.
+    """Shuts down the connections that were opened in its context when the time is over.
+    A timeout of each read would not stop a source that sends single bytes.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -313,7 +317,7 @@ class _Watch:
 
     def opener(self, *, direct: bool = False) -> urllib.request.OpenerDirector:
         """Return an opener of http and https URLs that follows redirects to such URLs
-        only; a `direct` one uses no proxy, and follows none.
+        only. A `direct` opener uses no proxy, and follows no redirects.
         """
         watch = self
 
@@ -398,8 +402,8 @@ def storing(folder: Path) -> Iterator[None]:
 
 
 class BlobServer:
-    """Serves a folder's blobs to peers: GET /blobs/sha256/DIGEST, and nothing else, to
-    those that present `token`, if there is one.
+    """Serves a folder's blobs to peers, by GET /blobs/sha256/DIGEST and nothing else.
+    If there is a `token`, peers must present it.
 
     A context manager.
     """
@@ -433,7 +437,7 @@ class BlobServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves at most `CONNECTIONS` at a time, each on a thread."""
+    """Serves at most `CONNECTIONS` connections at a time, each on a thread."""
 
     daemon_threads = True
 

@@ -3,7 +3,7 @@ Needs Python 3.9 and its standard library alone.
 
 `python3 -I -S boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder
 that can be run. A back end that sets the limits before any program of the image runs
-passes none here.
+passes no limits here.
 """
 
 import json

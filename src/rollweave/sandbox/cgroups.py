@@ -3,10 +3,10 @@ together.
 
 Nothing else counts kernel memory that no process maps (buffers of sockets and pipes,
 page tables, file watches, shared memory that was unmapped). Groups of version 1 and 2
-are used where they can be made: below our own group, whose limits then hold for
-sandboxes, too, or, in version 2, beside it, because there a group that contains
-processes cannot limit groups below it. Where they cannot be made, `Groups.missing` says
-why, and `doctor` reports it to the user.
+are used where they can be made. They are made below our own group, whose limits then
+hold for sandboxes, too. In version 2, a group that contains processes cannot limit
+groups below it, so they are made next to our own group. Where groups cannot be made,
+`Groups.missing` says why, and `doctor` reports the reason to the user.
 
 Invariants: nothing outside the folders that we made is changed; a live owner's folder
 is locked, and the next owner removes folders that are not locked; a sandbox joins its
@@ -47,7 +47,7 @@ as memory.
 """
 
 BATCH_BYTES = 4 << 20
-"""Distance from its limit at which a group may already be full, because each core takes
+"""Bytes below its limit at which a group may already be full, because each core takes
 pages in batches.
 """
 
@@ -60,8 +60,8 @@ REMOVE_S = 2.0
 """Maximum seconds until a group whose processes have all ended can be removed."""
 
 SWEPT_DEPTH = 3
-"""Number of levels below our own group's parent in which folders of dead owners are
-searched for.
+"""Number of levels below our own group's parent that are searched for folders of dead
+owners.
 """
 
 NO_CONTROLLER = "this machine has none"
@@ -99,8 +99,8 @@ class Group:
     def join(self) -> None:
         """Move this process into them.
 
-        That takes the kernel some 15 ms unless it has just moved another. Raises
-        OSError.
+        The move takes the kernel some 15 ms unless it has just moved another process.
+        Raises OSError.
         """
         for folder in self.paths:
             _write(f"{folder}/cgroup.procs", "0")
@@ -126,7 +126,7 @@ class Group:
             return False
 
     def remove(self) -> bool:
-        """Remove the groups; True if they are gone.
+        """Remove the groups; return True if they are gone.
 
         A group with a process in it stays.
         """
@@ -170,7 +170,7 @@ class Groups:
     def make(self, name: str) -> Group:
         """Make the groups of a sandbox.
 
-        Raises OSError; then nothing of them is left.
+        Raises OSError; then none of the groups is left.
         """
         group = Group(
             {
@@ -226,8 +226,8 @@ def remove_all_stale() -> None:
 
 
 def remove_stale(place: Place) -> None:
-    """Remove the groups that dead owners have left near a place: those that are not
-    locked and have no process.
+    """Remove the groups that dead owners have left near a place, which are not locked
+    and have no process.
     """
     for base in _own_groups(place.above, SWEPT_DEPTH):
         with contextlib.suppress(OSError):
@@ -249,7 +249,7 @@ def _own_groups(folder: str, depth: int) -> Iterator[str]:
 
 def _places(proc: str, controller: str) -> Iterator[Place]:
     """Yield places for our groups, the best first: in version 1 our own group, in
-    version 2 our own and its parent.
+    version 2 our own group and its parent.
     """
     with open(f"{proc}/cgroup") as lines:
         own = [line.rstrip("\n").split(":", 2) for line in lines]
@@ -269,7 +269,7 @@ def _places(proc: str, controller: str) -> Iterator[Place]:
 
 
 def _seen(proc: str, kind: str, option: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yield where a group's folder is mounted, and the mount point."""
+    """Yield the paths at which a group's folder is mounted, with their mount points."""
     with open(f"{proc}/mountinfo") as lines:
         mounts = [line.split() for line in lines]
     for fields in mounts:
@@ -326,7 +326,7 @@ def _limit_memory(version: int, folder: str, limit: int) -> None:
 
 
 def _write(path: str, value: str) -> None:
-    # the kernel makes these files, and nothing else does
+    # only the kernel makes these files
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(file, value.encode())
@@ -343,7 +343,7 @@ def _words(path: str) -> list[str]:
 
 
 def _numbers(path: str) -> dict[str, int]:
-    """Read a file whose lines have a name and a number each."""
+    """Read a file whose lines consist of a name and a number."""
     with open(path) as lines:
         return {name: int(number) for name, number in (line.split() for line in lines)}
 
@@ -354,7 +354,7 @@ def _number(path: str) -> int:
 
 
 def _remove_tree(base: str) -> bool:
-    """Remove as `_removed` does, with the groups below."""
+    """Remove a group as `_removed` does, after the groups below it."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for folder in [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]:
             _removed(folder)

@@ -1,11 +1,11 @@
-"""The host's end of the socket into a sandbox: concurrent calls, each of which is
+"""The host's end of the socket into a sandbox. Calls run concurrently, and each is
 answered or times out.
 
 Invariants: every call ends within its timeout. Once the peer is gone, or has broken the
 protocol, every pending and every later call raises `SandboxLostError`. The sandbox is
 not trusted: its frames are bounded, its replies are matched to calls by id, and an
 unsolicited reply closes the channel. If a call is cancelled or times out, the sandbox
-is asked to end it, and its late reply is dropped.
+is told to end the call, and a late reply is dropped.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ from rollweave.schema.text import valid_tree
 T = TypeVar("T")
 
 RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from the socket at once."""
+"""Maximum number of bytes in one read from the socket."""
 
 UNSENT_BYTES = 1 << 28
-"""Maximum number of bytes queued for a sandbox that does not read: a few of the largest
-bodies.
+"""Maximum number of bytes queued for a sandbox that does not read: enough for a few of
+the largest bodies.
 """
 
 SLACK_S = 5.0
-"""Seconds beyond an action's own limit within which a sandbox must reply; it kills,
-reaps, and reads the remaining output.
+"""Seconds beyond an action's own limit within which a sandbox must reply. In this time
+it kills and reaps the program, and reads the remaining output.
 """
 
 FORGOTTEN = 1024
-"""Maximum number of abandoned calls without a reply; a sandbox with more of them does
-not respond.
+"""Maximum number of abandoned calls without a reply; a sandbox with more abandoned
+calls counts as lost.
 """
 
 ERRORS: dict[object, type[SandboxError]] = {
@@ -60,7 +60,9 @@ class Reply(Struct, frozen=True, kw_only=True):
 
 
 def fields_of(reply: Reply, kind: type[T]) -> T:
-    """Return the fields of a reply. Raises SandboxSpoiledError for other ones."""
+    """Return the fields of a reply as a `kind`. Raises SandboxSpoiledError for other
+    fields.
+    """
     try:
         return msgspec.convert(reply.header, kind)
     except msgspec.ValidationError as error:
@@ -101,11 +103,12 @@ class Channel:
     ) -> Reply:
         """Call `action` and wait for its reply.
 
-        `timeout_s` is the action's own limit inside, if it has one: a program is then
-        killed, which the reply reports. A reply may be `slack_s` later than that.
-        Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox
-        replies, SandboxTimeoutError if it does not reply in time, SandboxLostError if
-        it is gone, and ValueError for arguments that do not fit into a frame.
+        `timeout_s` is the limit in seconds of the action inside, if it has one: a
+        program is then killed, and the reply says so. A reply may be `slack_s` later
+        than the limit. Raises SandboxTimeoutError, SandboxRefusedError or SandboxError
+        as the sandbox replies, SandboxTimeoutError if it does not reply in time,
+        SandboxLostError if it is gone, and ValueError for arguments that do not fit
+        into a frame.
         """
         if self._lost:
             raise SandboxLostError(self._lost)
@@ -193,7 +196,7 @@ class Channel:
         future = self._calls.pop(call_id, None)
         if future is None:
             raise FrameError(f"no reply to call {call_id!r:.40} is awaited")
-        if future.done():  # it timed out, or was cancelled, in this turn of the loop
+        if future.done():  # the call timed out, or was cancelled, in this turn of the loop
             return
         if ok is True:
             future.set_result(Reply(header=header, body=body))

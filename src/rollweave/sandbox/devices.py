@@ -1,8 +1,8 @@
-"""The /dev of a sandbox: a few harmless devices, terminals and shared memory that
-belong to it alone, each with its limit.
+"""The /dev of a sandbox: a few harmless devices, and terminals and shared memory that
+belong to the sandbox alone and are limited.
 
-Every back end mounts it with the root, because the /dev that bubblewrap, for example,
-makes has no such limits. Standard library alone.
+Every back end mounts this /dev with the root, because the /dev that bubblewrap makes,
+for example, has no such limits. Standard library alone.
 """
 
 import os
@@ -43,7 +43,7 @@ def masked() -> list[str]:
 
 
 def mount_devices(dev: str) -> None:
-    """Mount all of it on the folder `dev`, read-only but for /dev/shm and the
+    """Mount the devices on the folder `dev`, read-only except for /dev/shm and the
     terminals. Raises OSError.
     """
     kernel.mount("tmpfs", dev, "tmpfs", _QUIET, "size=64k,nr_inodes=64,mode=0755")

@@ -1,11 +1,11 @@
 """Folders of the host whose files are in a sandbox from its start.
 
-Each is copied once for all sandboxes of a back end, into a layer below their writes: a
-program of hundreds of megabytes takes neither time nor memory of a sandbox, until code
-inside changes it. Modes and symbolic links stay as they are.
+A folder is copied once for all sandboxes of a back end, into a layer below their
+writes. A program of hundreds of megabytes thus costs a sandbox neither time nor memory
+until code inside changes it. Modes and symbolic links stay as they are.
 
 Invariant: a folder that cannot be copied completely is refused, with the path of the
-first file that is the reason; `check_folder` refuses it before a run.
+first file that cannot be copied; `check_folder` refuses the folder before a run.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rollweave.sandbox.stage import ensure_folder
 from rollweave.schema.errors import ConfigError, SandboxError
 
 FILES = 100_000
-"""Maximum number of files and links: a larger folder should be an image."""
+"""Maximum number of files and links: a folder with more should be an image."""
 
 FOLDER_BYTES = 4 << 30
 """Maximum size of all files together."""
@@ -39,9 +39,9 @@ for path, to in json.load(sys.stdin).items():
 
 @functools.lru_cache(64)
 def check_folder(folder: str) -> None:
-    """Raise ConfigError for a folder that sandboxes cannot have: it exceeds FILES or
-    FOLDER_BYTES, or has an unreadable file, a link that leads out, a device, a socket
-    or a FIFO.
+    """Raise ConfigError for a folder that sandboxes cannot have, because it exceeds
+    FILES or FOLDER_BYTES, or has an unreadable file, a link that leads out, a device, a
+    socket or a FIFO.
     """
     if not os.path.isdir(folder):
         raise ConfigError(f"folder must be a folder, got {folder!r}")
@@ -65,7 +65,7 @@ def check_folder(folder: str) -> None:
 
 
 def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield path and status of everything in the folder but folders."""
+    """Yield path and status of everything in the folder except folders."""
     for parent, folders, names in os.walk(folder):
         folders.sort()
         links = [name for name in folders if os.path.islink(f"{parent}/{name}")]

@@ -1,10 +1,10 @@
-"""The parts of this machine that a sandbox on the host's image sees. It is an
-allow-list: programs, libraries and headers of the system, the interpreter that runs
-Rollweave with its standard library, and the packages that the specification names.
+"""The parts of this machine that a sandbox on the host's image sees, as an allow-list:
+programs, libraries and headers of the system, the interpreter that runs Rollweave with
+its standard library, and the packages that the specification names.
 
-Invariants: nothing below /usr is seen or can be made but what is listed here; no folder
-of packages is seen as it is, only a folder with the files of the named packages in its
-place; every path is the same as on the host.
+Invariants: below /usr, only what is listed here is seen or can be made; a folder of
+packages is never seen as it is, but replaced by a folder with the files of the named
+packages; every path is the same as on the host.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ from rollweave.sandbox.temporary import remove_leftovers, temporary_folder
 USR = "/usr"
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""System folders beside /usr: links into it, or on older systems separate folders."""
+"""System folders next to /usr: links into /usr, or on older systems separate folders.
+"""
 
 PARTS = (
     *("bin", "sbin", "include", "lib32", "lib64", "libx32", "lib/file", "lib/gcc"),
@@ -38,7 +39,8 @@ PARTS = (
     *("libexec/git-core", "share/awk", "share/ca-certificates", "share/git-core", "share/misc"),
     *("share/perl", "share/perl5", "share/terminfo", "share/zoneinfo"),
 )
-"""Folders of /usr that are seen, where they exist; and those of `_libraries`."""
+"""Folders of /usr that are seen where they exist, in addition to those of `_libraries`.
+"""
 
 ETC = (
     *("/etc/alternatives", "/etc/ssl/certs", "/etc/ca-certificates"),
@@ -49,10 +51,10 @@ nothing about the host's users, network or secrets.
 """
 
 SCRIPTS = "/usr/local/bin"
-"""Folder of the programs of packages where the interpreter is the system's."""
+"""Folder of the programs of packages if the interpreter is the system's."""
 
 BESIDE = re.compile(r"(?:\.\./){1,3}(bin/[^/]+|share/.+)")
-"""Programs and data of a package, which are not in the folder of packages."""
+"""Paths of a package's programs and data, which are outside the folder of packages."""
 
 UNUSED_S = 30 * 24 * 3600.0
 """Seconds without use after which a folder of packages is removed."""
@@ -69,13 +71,13 @@ class View:
     files: dict[str, str] = field(default_factory=dict)
     hidden: list[str] = field(default_factory=list)
     names: frozenset[str] = frozenset()
-    """Canonical names of the distributions whose files it has."""
+    """Canonical names of the distributions whose files the view has."""
 
 
 @dataclass
 class _Content:
-    """The content of the folders that are made for a view, by the path at which a
-    sandbox sees it: files of the host, targets of links, texts, and empty folders.
+    """The content of the folders that are made for a view: files of the host, targets
+    of links, texts, and empty folders, by the path at which a sandbox sees them.
     """
 
     files: dict[str, str] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class _Content:
         for path in dict.fromkeys((*self.folders, *parents)):
             os.makedirs(f"{folder}{path}", exist_ok=True)
         for path, source in self.files.items():
-            # Some records name what is gone, or a folder.
+            # Some records name files that are gone, or folders.
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 _link_or_copy(source, f"{folder}{path}")
         for path, to in self.links.items():
@@ -105,16 +107,17 @@ _views: dict[tuple[str, ...], View] = {}
 
 
 def known_view(packages: tuple[str, ...]) -> View | None:
-    """Return the view with these packages if this process has made it, and its folders
-    still exist.
+    """Return the view with these packages if this process has made it and its folders
+    still exist, else None.
     """
     view = _views.get(packages)
     return view if view and all(os.path.isdir(source) for source, _ in view.binds) else None
 
 
 def view_with(packages: tuple[str, ...]) -> View:
-    """Return what a sandbox with these packages sees. The first call for them on this
-    host may take seconds, in which their files are linked into a folder, or copied.
+    """Return what a sandbox with these packages sees. The first call for the packages
+    on this host may take seconds, because their files are linked into a folder, or
+    copied.
 
     Raises ConfigError for packages that cannot be seen (`packages.distributions`), and
     OSError.
@@ -141,7 +144,8 @@ def _made(packages: tuple[str, ...]) -> View:
     view.hidden += _hidden(view.binds, made)
     for path in made:
         around = [other for other in made if other != path and _is_below(path, [other])]
-        # A folder in another one comes with it, unless a folder of the host is between.
+        # A folder in another made folder is part of it, unless a folder of the host is
+        # between.
         if not around or _is_below(path, libraries):
             view.binds.append((f"{folder}{path}", path))
     return view
@@ -160,7 +164,7 @@ def _system(libraries: list[str]) -> View:
     if settings.is_file():
         view.files[str(settings)] = settings.read_text()
     for library in libraries:
-        # Debian's libraries have a link there, to which an agent could give a target.
+        # Debian's libraries have such a link, to which an agent could give a target.
         custom = f"{library}/sitecustomize.py"
         if os.path.islink(custom) and os.path.realpath(custom).startswith("/etc/"):
             view.files[os.path.realpath(custom)] = ""
@@ -168,8 +172,8 @@ def _system(libraries: list[str]) -> View:
 
 
 def _libraries() -> list[str]:
-    """Return the folders of shared libraries: those of the machine's architecture, or,
-    where a system has no such folders, all of /usr/lib.
+    """Return the folders of shared libraries of the machine's architecture, or all of
+    /usr/lib on systems without such folders.
     """
     found = [path for path in glob.glob(f"{USR}/lib/*-linux-*") if os.path.isdir(path)]
     return found or [f"{USR}/lib"]
@@ -177,7 +181,7 @@ def _libraries() -> list[str]:
 
 def _standard_libraries() -> list[str]:
     """Return the folders of the standard libraries of our interpreter and of the
-    system's.
+    system's interpreter.
     """
     bases = dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)))
     names = dict.fromkeys((f"lib/{PYTHON}", f"{sys.platlibdir}/{PYTHON}"))
@@ -191,8 +195,8 @@ def _is_library(path: str) -> bool:
 
 
 def _prefixes() -> list[str]:
-    """Return the folders of our interpreter: of the installation, also by the path that
-    no link leads to, and of the virtual environment, if there is one.
+    """Return the folders of our interpreter: the installation's, also by its path with
+    all links resolved, and the virtual environment's, if there is one.
     """
     prefixes = (sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix)
     return list(dict.fromkeys(map(os.path.normpath, prefixes)))
@@ -284,8 +288,8 @@ def _remove_unused(cache: Path) -> None:
 
 
 def _cache() -> Path:
-    """Return a writable folder of ours that processes share: in the user's folder of
-    caches, or in that of temporary files.
+    """Return a writable folder of ours that processes share, in the user's folder of
+    caches or else in the folder of temporary files.
     """
     caches = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(caches if caches.startswith("/") else os.path.expanduser("~/.cache"))
@@ -312,7 +316,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _hidden(binds: list[tuple[str, str]], made: list[str]) -> list[str]:
-    """Return the folders in the binds that are to appear empty: those of packages, for
+    """Return the folders in the binds that must appear empty: folders of packages for
     which no folder is `made`, and Rollweave's.
     """
     hidden: list[str] = []
@@ -332,5 +336,5 @@ def _hidden(binds: list[tuple[str, str]], made: list[str]) -> list[str]:
 
 
 def _is_below(path: str, folders: Iterable[str]) -> bool:
-    """Return whether the path is one of the folders, or in one."""
+    """Return whether the path is one of the folders, or inside one of them."""
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)

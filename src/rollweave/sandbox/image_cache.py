@@ -1,9 +1,9 @@
-"""The images that a host keeps for its runs: as many as fit; the least recently used
-ones make room for others.
+"""The images that a host keeps for its runs: as many as fit. The least recently used
+images make room for others.
 
 Invariants: an image that a process holds is not removed; all processes of the host may
-use one cache at the same time, and if one is killed, what it held is free; the folder
-of an image appears whole.
+use one cache at the same time, and if a process is killed, the images that it held are
+free; the folder of an image appears complete.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Lease:
         self._cache, self._digest = cache, digest
 
     def copy(self) -> "Lease":
-        """Hold the image once more."""
+        """Hold the image a second time, and return the new lease."""
         if self._cache is not None:
             self._cache.hold(self._digest)
         return Lease(self.path, self._cache, self._digest)
@@ -42,7 +42,7 @@ class Lease:
     def close(self) -> None:
         """Release the image, soon. A second call does nothing.
 
-        It may be called by the garbage collector, in the middle of anything.
+        The garbage collector may call this method, in the middle of any other code.
         """
         cache, self._cache = self._cache, None
         if cache is not None:
@@ -62,15 +62,15 @@ class ImageCache:
         self._blobs = Blobs(folder / "blobs", mirror=mirror, limit_bytes=limit_bytes)
         self.images = Images(folder, self._blobs)
         self._held: dict[str, tuple[int, int]] = {}
-        """Descriptor that locks each image that this process holds, and how often it
-        does.
+        """For each image that this process holds, the descriptor that locks it, and the
+        number of holds.
         """
         self._mutex = threading.Lock()
         self.dropped: deque[str] = deque()
         """Images that are to be released."""
 
     def find(self, digest: str) -> Lease | None:
-        """Hold an image; return None if it is not here. Raises OSError."""
+        """Hold an image; return None if it is not in the cache. Raises OSError."""
         self._release_dropped()
         self.hold(digest)
         path = self._root(digest)
@@ -80,8 +80,8 @@ class ImageCache:
         return None
 
     def hold(self, digest: str) -> None:
-        """Prevent the removal of an image until `release`, whether it is here yet or
-        not.
+        """Prevent the removal of an image until `release`, even if it is not in the
+        cache yet.
         """
         with self._mutex:
             if digest in self._held:
@@ -95,7 +95,7 @@ class ImageCache:
                     fcntl.flock(fd, fcntl.LOCK_SH)
                 if os.fstat(fd).st_nlink:
                     break
-                os.close(fd)  # it was removed at this moment
+                os.close(fd)  # the file was removed at this moment
             os.utime(fd)
             self._held[digest] = fd, 1
 
@@ -124,7 +124,7 @@ class ImageCache:
 
     def try_lock(self, key: str) -> int | None:
         """Lock an image while it is obtained; return the descriptor, or None if another
-        process does that. Raises OSError.
+        process has locked it. Raises OSError.
         """
         fd = os.open(self._folder / "locks" / key, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -163,8 +163,8 @@ class ImageCache:
             blob.keep()
 
     def unpack(self, digest: str, cancellation: Cancellation) -> None:
-        """Make the folder of an image from its archive. Raises SandboxError, also if
-        there is no room for it; the image is held.
+        """Make the folder of an image from its archive. The image must be held. Raises
+        SandboxError, also if there is no room for the folder.
         """
         self.images.path(digest, cancellation=cancellation)
         self._note_size(digest)
@@ -180,7 +180,7 @@ class ImageCache:
 
     def make_room(self, needed: int) -> None:
         """Remove the least recently used images until `needed` more bytes fit. Raises
-        ImageError if they do not.
+        ImageError if they still do not fit.
         """
         self._release_dropped()
         with self._cleaning():
@@ -215,7 +215,7 @@ class ImageCache:
     def _entries(self) -> Iterator[tuple[int, str, int]]:
         """Yield the time of the last use, the digest and the size of each image.
 
-        An archive without such a time was left by a process that was killed.
+        An archive without a time of use was left by a process that was killed.
         """
         used = self._folder / "used"
         archives = {name for name in os.listdir(self._folder / "blobs") if name[0] != "."}

@@ -21,13 +21,13 @@ SHOWN = 12
 """Number of digits of a digest that a message shows."""
 
 BACKENDS = ("bubblewrap", "apptainer")
-"""Back ends whose sandboxes can have another image than the host's."""
+"""Back ends whose sandboxes can have images other than the host's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """An image as it was named: by exactly one of `digest`, `folder`, `archive` and
-    `recipe`.
+    """An image as it was named. Exactly one of `digest`, `folder`, `archive` and
+    `recipe` is given.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Reference:
                 yield Path(os.path.normpath(self.place / name))
 
     def names(self) -> Iterator[str]:
-        """Yield the files and folders that the recipe names, as it names them."""
+        """Yield the files and folders of the recipe, under the recipe's own names."""
         if self.recipe is not None:
             yield from (step.source for step in self.recipe.copy)
             if self.recipe.lock:
@@ -73,8 +73,8 @@ class Reference:
 
 
 def parse(text: str, here: Path) -> Reference:
-    """Return the image that `text` names, which is not `HOST`; relative paths start at
-    `here`. Raises ConfigError.
+    """Return the image that `text` names, which must not be `HOST`. Relative paths
+    start at `here`. Raises ConfigError.
     """
     if match := DIGEST.fullmatch(text):
         return Reference(text=text, digest=match[1])
@@ -94,8 +94,8 @@ def parse(text: str, here: Path) -> Reference:
 
 
 def check(reference: Reference) -> str:
-    """Return what the image is made from. Raises ConfigError if that is missing or
-    cannot be an image.
+    """Return a description of what the image is made from. Raises ConfigError if its
+    source is missing or cannot be an image.
     """
     for path in reference.paths():
         if not path.exists():

@@ -1,10 +1,10 @@
-"""Gets the images of a process's sandboxes: from the host's cache, from the hosts that
-have them, from the mirror, or by building them (RollArt §8). `core/policy/images.py`
-decides.
+"""Gets the images of a process's sandboxes: from the host's cache, from other hosts,
+from the mirror, or by building them (RollArt §8). `core/policy/images.py` decides which
+source is used.
 
-Invariants: concurrent requests for an image make one fetch, in a process and in all
-processes of a host; what has another digest is never used; a source that fails costs
-time, and the next one is used; every failure is an `ImageError`.
+Invariants: concurrent requests for an image cause one fetch, in a process and in all
+processes of a host; an image with another digest is never used; if a source fails, the
+next source is used; every failure is an `ImageError`.
 """
 
 import asyncio
@@ -34,28 +34,30 @@ FETCHES = 4
 """Maximum number of images that a process fetches or unpacks at the same time."""
 
 LOCK_S = 0.2
-"""Seconds between two tries to lock an image that another process obtains."""
+"""Seconds between two attempts to lock an image that another process obtains."""
 
 TRIES = 3
-"""Maximum number of times that an image which was removed at once is obtained."""
+"""Maximum number of attempts to obtain an image that is removed again immediately."""
 
 MEGABYTE = 1_000_000
 
 BUILT = "/built/"
-"""Path of a mirror's records of recipes: the digest of each recipe's image, by key."""
+"""Path of a mirror's records of recipes, which map a recipe's key to its image's
+digest.
+"""
 
 
 class ImageExchange(Protocol):
     """The way to the other hosts of the run."""
 
     async def ask(self, key: str, *, alone: bool) -> GrantImage:
-        """Ask where to get an image, as `schema/images.AskImage`."""
+        """Ask where to get an image (`schema/images.AskImage`)."""
 
     def hold(self, key: str, digest: str) -> None:
         """Report that this host has the image."""
 
     def miss(self, key: str) -> None:
-        """Report that it could not be obtained."""
+        """Report that this host could not obtain the image."""
 
 
 class NoExchange:
@@ -103,8 +105,8 @@ class ImageSupply:
         here: Path | None = None,
     ) -> None:
         """`mirror` is an http or https URL, or the absolute path of a directory, which
-        receives what is built here. Relative paths of images start at `here`, by
-        default the working directory.
+        receives the images that are built here. Relative paths of images start at
+        `here`, by default the working directory.
         """
         self._cache, self._exchange = cache, exchange or NoExchange()
         self._mirror = None if mirror is None else Source(url=mirror)
@@ -118,14 +120,14 @@ class ImageSupply:
         self._cancellation = Cancellation()
 
     def waits(self) -> tuple[ImageWait, ...]:
-        """Return the images that are being waited for."""
+        """Return the images for which sandboxes are waiting."""
         return tuple(
             ImageWait(image=wait.image, what=wait.what, since=wait.since, behind=wait.behind)
             for wait in self._waits.values()
         )
 
     async def find(self, text: str) -> Lease | None:
-        """Hold an image that is here; return None if it is not.
+        """Hold an image of this host's cache; return None if the cache lacks it.
 
         Raises ConfigError, ImageError.
         """
@@ -168,13 +170,15 @@ class ImageSupply:
         return lease
 
     async def _digest(self, image: _Image) -> str:
-        """Return the image's digest, as far as it is known here."""
+        """Return the image's digest; "" if it is not known here."""
         if image.reference.recipe is None:
             return image.key
         return await asyncio.to_thread(self._cache.images.built, image.key)
 
     async def _resolved(self, text: str) -> _Image:
-        """Read what the name refers to, once: it must stay the same during the run."""
+        """Return the image to which the name refers. It is read only once, since it
+        must stay the same during the run.
+        """
         task = self._images.get(text)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = asyncio.create_task(self._call(self._resolve, text), name=f"image {text}")
@@ -192,8 +196,8 @@ class ImageSupply:
         return _Image(reference=reference, key=key)
 
     async def _obtained(self, image: _Image, backend: Callable[[], Backend]) -> None:
-        """Wait until the image is obtained, which continues if this wait is
-        cancelled.
+        """Wait until the image is obtained. If this wait is cancelled, obtaining the
+        image continues.
         """
         task = self._obtaining.get(image.key)
         if task is None:
@@ -254,8 +258,8 @@ class ImageSupply:
     async def _from_sources(
         self, image: _Image, grant: GrantImage, wait: _Wait, backend: Callable[[], Backend]
     ) -> tuple[str, list[str]]:
-        """Return the digest of the image that was obtained, "" if none was, and why
-        sources failed.
+        """Return the digest of the obtained image, or "" if no source had it, and the
+        reasons why sources failed.
         """
         errors: list[str] = []
         digest = grant.digest or image.reference.digest
@@ -283,9 +287,8 @@ class ImageSupply:
         return "", errors or ["no host of the run has it, and there is no mirror"]
 
     async def _mirrored(self, key: str) -> str:
-        """Return the digest of a recipe's image that the mirror has; "" if it has none.
-
-        Raises OSError.
+        """Return the digest of a recipe's image on the mirror; "" if the mirror has
+        none. Raises OSError.
         """
         assert self._mirror is not None, "it is a source"
         return await self._call(read_text, self._mirror, f"{BUILT}{key}") or ""
@@ -348,7 +351,9 @@ class ImageSupply:
         await self._call(self._holding, digest, store)
 
     def _holding(self, digest: str, call: Callable[[], T]) -> T:
-        """Call while the image is held; if that fails, nothing of the image stays."""
+        """Call `call` while the image is held; if the call fails, nothing of the image
+        stays.
+        """
         self._cache.hold(digest)
         try:
             value = call()
@@ -365,7 +370,7 @@ class ImageSupply:
 
     @contextlib.asynccontextmanager
     async def _locked(self, image: _Image, wait: _Wait) -> AsyncIterator[None]:
-        """Obtain the image in no other process of this host at the same time."""
+        """Keep this host's other processes from obtaining the image meanwhile."""
         while (lock := await asyncio.to_thread(self._cache.try_lock, image.key)) is None:
             wait.what, wait.behind = "another process of this host obtains it", True
             await asyncio.sleep(LOCK_S)
@@ -376,7 +381,9 @@ class ImageSupply:
             os.close(lock)
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call what may take long in a thread, so that it delays no quick call."""
+        """Call a function that may take long on a thread of its own pool, so that it
+        delays no quick call.
+        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, functools.partial(function, *arguments))
 

@@ -41,8 +41,8 @@ from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, SandboxError
 
 Mode = Literal["scratch", "versioned", "lock"]
-"""Condition for reusing an image that was built before: never; the same recipe, base
-and version of rollweave; the same lock file.
+"""Condition for reusing an image that was built before. scratch: never; versioned: the
+same recipe, base and version of rollweave; lock: the same lock file.
 """
 
 RUN_LIMITS = Limits(
@@ -56,16 +56,18 @@ RUN_LIMITS = Limits(
 """Limits of the sandbox that runs a recipe's commands."""
 
 OUTPUT_BYTES = 1000
-"""Maximum length of the message from the process that unpacks, which may quote the
+"""Maximum bytes of the message from the process that unpacks. The message may quote the
 archive.
 """
 
 END_S = 10.0
-"""Seconds within which that process must end, with the process that it started."""
+"""Seconds within which the process that unpacks must end, with the process that it
+started.
+"""
 
 FOLDER_BYTES = 1 << 40
-"""Maximum number of bytes that a recipe copies: practically unlimited, since they are
-the user's own files.
+"""Maximum number of bytes that a recipe copies: practically unlimited, since the files
+are the user's own.
 """
 
 
@@ -119,7 +121,7 @@ class Images:
         remove_leftovers(folder)
 
     def path(self, digest: str, *, cancellation: Cancellation | None = None) -> str:
-        """Return the folder of an image, for `SandboxSpec.image`; the image is fetched
+        """Return the folder of an image, for `SandboxSpec.image`. The image is fetched
         and unpacked if necessary. Raises SandboxError, ValueError.
         """
         root = self._folder / "roots" / check_digest(digest)
@@ -173,8 +175,8 @@ class Images:
         return digest
 
     def built(self, key: str) -> str:
-        """Return the digest of the image that was built for this key; "" if none
-        was.
+        """Return the digest of the image that was built for this key; "" without such
+        an image.
         """
         record = self._folder / "built" / check_digest(key)
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -186,8 +188,8 @@ class Images:
         write_atomically(self._folder / "built" / check_digest(key), digest)
 
     def key(self, recipe: Recipe, mode: Mode, here: Path) -> str | None:
-        """Return the key that an existing image must have to be reused; None if none
-        may be. Raises ConfigError.
+        """Return the key that an existing image must have to be reused; None if no
+        image may be reused. Raises ConfigError.
         """
         if mode == "scratch":
             return None
@@ -270,10 +272,10 @@ async def _run(recipe: Recipe, folder: Path, backend: Backend) -> None:
 
 def pack(folder: Path, out: BlobWriter, bounds: Bounds) -> None:
     """Write a folder as an archive whose bytes depend on names, content, modes and
-    times alone: no owner, one order.
+    times alone. Owners are left out, and names are sorted.
 
-    Raises SandboxError if it cannot be read, or exceeds the bounds within which it
-    could be unpacked.
+    Raises SandboxError if the folder cannot be read, or exceeds the bounds within which
+    the archive could be unpacked.
     """
     members = 0
 
@@ -291,7 +293,7 @@ def pack(folder: Path, out: BlobWriter, bounds: Bounds) -> None:
         return member
 
     try:
-        # tarfile only writes to it.
+        # tarfile only writes to `out`.
         with tarfile.open(
             fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT
         ) as archive:
@@ -322,7 +324,7 @@ def unpack(
 
 
 def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds, cancellation: Cancellation) -> str:
-    """Unpack in a child process, and return why that failed; "" if it did not."""
+    """Unpack in a child process. Return the reason for a failure, or ""."""
     source = str(DIRECTORY.parent)
     code = (
         f"import sys; sys.path.insert(0, {source!r}); from {unpacking.__name__} import main; main()"
@@ -369,8 +371,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
-    """Read the stream to its end, at most `OUTPUT_BYTES`; also return whether the end
-    came in time.
+    """Read the stream to its end and return at most `OUTPUT_BYTES` bytes, and whether
+    the end came before the time `ends_at`.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -397,7 +399,8 @@ def _clear(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Merge a folder's content into another's, as an upper layer over a lower one.
+    """Merge a folder's content into another folder, as an upper layer over a lower
+    layer.
 
     Raises OSError.
     """

@@ -27,7 +27,9 @@ _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_MOUNT_SETATTR = 428, 429, 442
-"""Numbers that are the same on every architecture, as of all calls since Linux 5.0."""
+"""Numbers that are the same on every architecture, like the numbers of all calls since
+Linux 5.0.
+"""
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _SYS_SET_HOSTNAME = {"x86_64": 170, "aarch64": 161}
@@ -63,8 +65,8 @@ def unmount(target: str, flags: int = 0) -> None:
 
 
 def bind_as(source: str, target: str, userns: int) -> None:
-    """Mount the folder `source` on `target` read-only, its files' owners changed as the
-    user namespace `userns` maps them.
+    """Mount the folder `source` on `target` read-only, with the owners of its files as
+    the user namespace `userns` maps them.
     """
     folder = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -134,7 +136,7 @@ def set_hostname(name: str) -> None:
 
 def die_with_parent(signal_number: int) -> None:
     """Have the kernel send this process a signal when the parent's thread that made it
-    ends. A change of credentials resets this.
+    ends. A change of credentials resets this setting.
     """
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
@@ -150,7 +152,7 @@ def adopt_orphans() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities irrevocably, including those that a program's file
+    """Drop all capabilities irrevocably, including capabilities that a program's file
     grants.
     """
     for number in range(64):

@@ -1,9 +1,9 @@
 """The owner of a supervisor: it starts the supervisor, requests sandboxes from it, and
 receives the reasons for their ends.
 
-Invariants: one thread starts the supervisor and sends to it, and lives as long as it,
-because a process can die with the thread that made it; every requested sandbox is
-tracked until it is gone; after `close` no process and no folder is left.
+Invariants: one thread starts the supervisor and sends to it, and lives as long as the
+supervisor, because a process can die with the thread that made it; every requested
+sandbox is tracked until it is gone; after `close` no process and no folder is left.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ PREFIX = "rollweave-sandboxes-"
 """Prefix of the names of a launcher's folders."""
 
 MESSAGE_BYTES = 1 << 17
-"""Maximum size of a message in bytes: as much as is read at once."""
+"""Maximum size of a message in bytes, and of one read."""
 
 PRIVATE_BYTES = 1 << 17
 """Maximum size in bytes of the private part of a request, which only the sandbox's
@@ -70,15 +70,18 @@ class SandboxHandle:
         self.id, self.channel = name, channel
         self.pid = 0
         self.writes = writes
-        """Descriptor of the folder that has the sandbox's writes; -1 if there is
-        none.
+        """Descriptor of the folder that has the sandbox's writes; -1 without such a
+        folder.
         """
         self.has_root = True
-        """True if that folder has the whole root, with no layers below it."""
+        """True if the folder of `writes` has the whole root, with no layers below it.
+        """
         self.why = ""
         """Reason for its end, once it is gone."""
         self.ending = False
-        """True once its owner has asked for its end; it may still live for a moment."""
+        """True once its owner has requested its end; the sandbox may still live for a
+        moment.
+        """
         self.gone = asyncio.Event()
         self.staged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done = asyncio.Event()
@@ -89,7 +92,7 @@ class SandboxHandle:
         self._errors = errors
 
     def errors(self) -> str:
-        """Return the errors written so far; later ones are discarded."""
+        """Return the errors written so far; later errors are discarded."""
         if self._errors < 0:
             return ""
         with contextlib.suppress(BlockingIOError):
@@ -121,7 +124,9 @@ class Launcher:
         self._handles: dict[str, SandboxHandle] = {}
         self._opening: asyncio.Task[None] | None = None
         self._layers: dict[tuple[str, str], asyncio.Task[str]] = {}
-        """Layers by the folder of the host that they have, and its path in them."""
+        """Layers by the folder of the host that they contain, and its path in the
+        layer.
+        """
         self._lost = ""
         # Sandboxes of root have other uids: the path to their root must be open to all
         # users, as /run is.
@@ -139,14 +144,16 @@ class Launcher:
 
     @property
     def root(self) -> str:
-        """Path at which a sandbox's process, and no other, sees its root mounted."""
+        """Path at which a sandbox's own process, and no other process, sees its root
+        mounted.
+        """
         return f"{self._base}/place/root"
 
     @property
     def support(self) -> str:
         """Folder that has boot.py and the server, compiled.
 
-        It exists once the first sandbox is being launched.
+        The folder exists once the first sandbox is being launched.
         """
         return f"{self._base}/support"
 
@@ -160,7 +167,7 @@ class Launcher:
         **sandbox_request: Any,
     ) -> SandboxHandle:
         """Request a sandbox and wait until its first program is about to run. `writes`
-        is as in SandboxHandle, which closes it.
+        is the descriptor of SandboxHandle, which closes it.
 
         Only the process that becomes the sandbox reads `sandbox_request` (arguments,
         environment, root), not the supervisor, whose memory every later sandbox
@@ -229,8 +236,9 @@ class Launcher:
         return Path(tempfile.mkdtemp(prefix="kept-", dir=self._snapshots))
 
     async def layers_of(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """Return the layers of a sandbox that begins with its image and folder, which
-        is copied when the first sandbox needs it. Raises ConfigError, SandboxError.
+        """Return the layers of a sandbox that begins with its image and folder. The
+        folder is copied when the first sandbox needs it. Raises ConfigError,
+        SandboxError.
         """
         below = image_layers(spec)
         if not spec.folder:
@@ -245,7 +253,9 @@ class Launcher:
         return (await asyncio.shield(task), *below)
 
     async def close(self) -> None:
-        """End the supervisor and its sandboxes; return when nothing is left of them."""
+        """End the supervisor and its sandboxes; return when none of their processes and
+        files is left.
+        """
         await asyncio.gather(*self._layers.values(), return_exceptions=True)
         if self._opening is not None:
             await asyncio.wait([self._opening])
@@ -289,7 +299,7 @@ class Launcher:
                 pass_fds=(
                     child_end.fileno(),
                     *self._locks,
-                ),  # the supervisor keeps the folders locked, and removes them if we cannot
+                ),  # the supervisor keeps the folders locked, and removes them if we die
                 start_new_session=True,
             )
 
@@ -300,7 +310,7 @@ class Launcher:
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
-            await asyncio.wait([sending])  # the descriptors are in use until it is done
+            await asyncio.wait([sending])  # the descriptors are in use until they are sent
             raise
 
     def _send_now(self, message: bytes, fds: Sequence[int]) -> None:
@@ -372,8 +382,8 @@ class Launcher:
 
 
 def _populate(base: Path) -> None:
-    """Make a folder to mount roots on, and a copy of the server, compiled because no
-    sandbox can store what it compiles.
+    """Make a folder to mount roots on, and a copy of the server, which is compiled
+    because no sandbox can store compiled modules.
     """
     (base / "place").mkdir()
     support = base / "support"

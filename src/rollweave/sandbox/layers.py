@@ -1,4 +1,5 @@
-"""Layers of file systems: copies of a sandbox's writes, as a layer for the next one.
+"""Layers of file systems: copies of a sandbox's writes, as a layer for the next
+sandbox.
 
 Invariants: the copied files are not trusted, so no link is followed, no open blocks,
 depth and bytes are bounded, and no file of the copy can raise privileges (no set-uid,
@@ -12,15 +13,14 @@ import stat
 from collections.abc import Sequence
 
 DEPTH = 100
-"""Maximum depth of folders, each of which keeps two descriptors open while it is
-copied.
+"""Maximum depth of folders: each folder keeps two descriptors open while it is copied.
 """
 
 CHUNK_BYTES = 1 << 20
 
 OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
-"""Attributes by which overlayfs marks a folder that hides lower layers, if mounted by
-root and if mounted by a user.
+"""Attributes by which overlayfs marks a folder that hides lower layers: the first if
+root has mounted it, the second if a user has.
 """
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -50,7 +50,7 @@ class Copy:
         `owner` is the uid and gid of the files that are made.
 
         With `only`, just these paths are copied, without symbolic links that lead out
-        of the folder; the copy's owner can read every file in it.
+        of the folder. The copy's owner can read every copied file.
         """
         self.bytes = 0
         self._limit_bytes, self._skip, self._only = limit_bytes, skip, tuple(only)
@@ -77,7 +77,7 @@ class Copy:
             if self._flatten:
                 remove(name, target)
             if self._only and not self._is_selected(where):
-                continue  # it is where a wanted path has a folder
+                continue  # the file is in the place of a wanted path's folder
             if is_whiteout and not self._flatten:
                 os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
             elif stat.S_ISLNK(status.st_mode):
@@ -131,7 +131,7 @@ class Copy:
         try:
             status = os.fstat(inner)
             if not stat.S_ISREG(status.st_mode):
-                return  # it was replaced since
+                return  # the file was replaced since
             outer = os.open(
                 name,
                 os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
@@ -167,7 +167,7 @@ class Copy:
                     )
                 position += os.pwrite(outer, data, position)
             if position < end:
-                break  # it was truncated since
+                break  # the file was truncated since
         os.ftruncate(outer, size)
 
     def _finish(self, fd: int, status: os.stat_result) -> None:
@@ -203,9 +203,8 @@ def copy_selected(
 
 
 def _descend(layer: int, folder: str) -> tuple[int, bool]:
-    """Open a folder of one layer; -1 if the layer has none.
-
-    Also return whether the layer hides the layers below it there.
+    """Open a folder of one layer; -1 if the layer lacks the folder. Also return whether
+    the layer hides this folder of the layers below.
     """
     here, is_new = os.dup(layer), False
     for name in folder.strip("/").split("/"):
@@ -225,8 +224,8 @@ def _descend(layer: int, folder: str) -> tuple[int, bool]:
 
 def leads_out(link: str, depth: int) -> bool:
     """Return whether a symbolic link in a folder `depth` levels below the top may lead
-    out of it. After a name, `..` need not lead back, because the name may be a link,
-    too.
+    out of the top folder. After a name, `..` need not lead back, because the name may
+    also be a link.
     """
     names = [name for name in link.split("/") if name not in ("", ".")]
     ups = next((place for place, name in enumerate(names) if name != ".."), len(names))

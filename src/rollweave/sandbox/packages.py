@@ -1,7 +1,7 @@
 """The files of the Python packages that a sandbox on the host's image may import: the
-distributions that its specification names, and what these require.
+distributions that its specification names, and their requirements.
 
-Invariants: nothing else of a folder of packages is among them; no file of Rollweave,
+Invariants: no other files of a folder of packages are included; no file of Rollweave,
 whose handlers contain the right answers of their tasks; no file of an editable install,
 whose folder also has tests, history and notes; no `.pth` file that adds folders.
 """
@@ -29,7 +29,9 @@ _CACHE = "__pycache__"
 
 @functools.cache
 def installed(*names: str) -> tuple[str, ...]:
-    """Return the packages that are installed here, without editable installs."""
+    """Return the packages among `names` that are installed here, without editable
+    installs.
+    """
     found = ((name, _found(Requirement(name))) for name in names)
     return tuple(
         name
@@ -39,8 +41,8 @@ def installed(*names: str) -> tuple[str, ...]:
 
 
 def distributions(names: Iterable[str]) -> dict[str, metadata.Distribution]:
-    """Return the distributions of these names and all that they require, by their
-    canonical names.
+    """Return the distributions with these names and all their requirements, by
+    canonical name.
 
     Raises ConfigError for a package that is not installed, is an editable install, or
     is or requires Rollweave.
@@ -66,7 +68,7 @@ def distributions(names: Iterable[str]) -> dict[str, metadata.Distribution]:
         if distribution is None:
             if is_named:
                 raise ConfigError(f"packages must be installed on this host, got {named!r}")
-            continue  # the package does without it here, too
+            continue  # the package works without this requirement here, too
         if _is_editable(distribution):
             raise ConfigError(
                 "packages must not be editable installs, whose folders have more than the "
@@ -141,8 +143,8 @@ def _is_editable(distribution: metadata.Distribution) -> bool:
 
 
 def _listed(distribution: metadata.Distribution, folder: str) -> Iterator[str]:
-    """Yield the distribution's files, relative to its folder: the recorded files, or,
-    since packages of a system record none, the files of its top-level modules.
+    """Yield the distribution's files, relative to its folder: the recorded files, or
+    the files of its top-level modules, since a system's packages record no files.
     """
     record = distribution.read_text("RECORD")
     if record:
@@ -175,7 +177,9 @@ def _names(folder: str) -> list[str]:
 
 
 def _adds_folders(path: str) -> bool:
-    """Return whether a `.pth` file has a line that is not an import: a folder."""
+    """Return whether a `.pth` file has a line that is not an import, and so adds a
+    folder.
+    """
     try:
         lines = Path(path).read_text(errors="surrogateescape").splitlines()
     except OSError:

@@ -2,8 +2,8 @@
 rights, our network and our files.
 
 This back end is for trusted code, and for machines that support nothing better. It is
-used only if it is named. Time, CPU and memory are limited; a process that leaves the
-process tree between two polls is found only when the back end closes.
+used only if a configuration names it. Time, CPU and memory are limited; a process that
+leaves the process tree between two polls is found only when the back end closes.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A pool of sandboxes that are started in advance, so that no episode waits for one.
+"""A pool of sandboxes that are started in advance, so that no episode waits.
 
 Invariants: each sandbox is returned once; never more than `size` are waiting or being
 started; a sandbox that ended while it waited is not returned; sandboxes that wait when
@@ -47,7 +47,9 @@ class Pool:
         return await self._backend.start(self._spec)
 
     async def filled(self) -> None:
-        """Wait until no sandbox is being started: all are ready, or failed to start."""
+        """Wait until no sandbox is being started: every sandbox is ready, or has failed
+        to start.
+        """
         while self._starting:
             await asyncio.wait(list(self._starting))
 
@@ -70,4 +72,4 @@ class Pool:
         try:
             self._warm.append(await self._backend.start(self._spec))
         except SandboxError:
-            return  # the next caller of `take` starts one, and gets the error
+            return  # the next caller of `take` starts a sandbox, and gets the error

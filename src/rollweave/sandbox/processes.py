@@ -23,7 +23,7 @@ class Process:
     process.
     """
     cpu_s: float
-    """CPU seconds of itself, and of those of its children that it has waited for."""
+    """CPU seconds of the process, and of its children that it has waited for."""
     resident_bytes: int
     virtual_bytes: int
     stopped: bool
@@ -31,15 +31,15 @@ class Process:
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of its memory: resident pages, and the largest page tables that
-        its address space can need.
+        """Upper bound of its memory in bytes: resident pages, and the largest page
+        tables that its address space can need.
         """
         return self.resident_bytes + self.virtual_bytes // ENTRIES_PER_TABLE
 
     def table_bytes(self) -> int:
         """Return the memory of its page tables, which no other process shares.
 
-        It costs little, however many pages there are.
+        The call costs little, however many pages there are.
         """
         try:
             return _kilobytes(f"/proc/{self.pid}/status", "VmPTE:", 0)
@@ -47,8 +47,8 @@ class Process:
             return 0
 
     def proportional_bytes(self, inherited_bytes: int = 0) -> int:
-        """Return resident memory, in which a page that n processes map counts 1/n, plus
-        page tables.
+        """Return the bytes of resident memory, in which a page that n processes map
+        counts 1/n, plus page tables.
 
         If the kernel refuses access, because the process hides its memory, resident
         memory beyond `inherited_bytes` counts.
@@ -114,8 +114,9 @@ def started(pids: Iterable[int]) -> dict[int, int]:
 
 
 def family(pid: int) -> set[int]:
-    """Return a process and its descendants, provided that none of them starts or ends
-    during the call. It is faster than a table on machines with many other processes.
+    """Return the pids of a process and its descendants, provided that none of them
+    starts or ends during the call. Faster than a table on machines with many other
+    processes.
     """
     pids, waiting = {pid}, [pid]
     while waiting:
@@ -137,12 +138,13 @@ def _children(pid: int) -> list[int]:
                 for child in _read(f"/proc/{pid}/task/{task}/children").split()
             ]
         except (FileNotFoundError, ProcessLookupError):
-            # A thread has ended. Another one, perhaps already read, has its children.
+            # A thread has ended. Another thread, perhaps already read, has its
+            # children.
             continue
 
 
 def _kilobytes(path: str, name: str, otherwise: int) -> int:
-    """Return in bytes what a line of a file in /proc gives in kB."""
+    """Return in bytes the size that a line of a file in /proc gives in kB."""
     with open(path) as lines:
         return next(
             (1024 * int(line.split()[1]) for line in lines if line.startswith(name)), otherwise

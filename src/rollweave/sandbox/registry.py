@@ -17,12 +17,12 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 """Name → class of each back end.
 
-The first is the default; plain isolates nothing, and is used only if it is named.
+The first is the default. `plain` isolates nothing, and is used only if it is named.
 """
 
 
 def backend(name: str | None = None) -> Backend:
-    """Return the back end called `name`, or the default one.
+    """Return the back end called `name`, or the default back end.
 
     Raises ConfigError for an unknown name, and SandboxError, which says what to
     install, if the back end is not installed.

@@ -1,5 +1,5 @@
-"""The description of a sandbox's root, for the host's image and for folders, which
-`stage.py` mounts.
+"""The description of a sandbox's root, which `stage.py` mounts, for the host's image
+and for folders.
 
 Invariants: a sandbox on the host's image sees only what `host.py` lists of the host,
 which is read-only, and nothing of Rollweave, whose handlers contain the right answers
@@ -20,8 +20,8 @@ from rollweave.sandbox.stage import Root
 from rollweave.schema.errors import SandboxError
 
 _LINKER = ("/etc/ld.so.preload", "/etc/ld.so.cache")
-"""Files that the dynamic linker reads before any program: empty in every root, so that
-a snapshot cannot bring its own.
+"""Files that the dynamic linker reads before any program. They are empty in every root,
+so that a snapshot cannot bring its own.
 """
 
 
@@ -46,8 +46,8 @@ async def view_of(spec: SandboxSpec) -> View:
 def root_of(
     spec: SandboxSpec, view: View, *, support: str, layers: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the request's `root`, the fields of `stage.Root`. `layers` are those below
-    its writes.
+    """Return the request's `root`, the fields of `stage.Root`. `layers` are the layers
+    below the sandbox's writes.
     """
     return asdict(
         Root(
@@ -63,8 +63,8 @@ def root_of(
 
 
 def python_of(spec: SandboxSpec) -> str:
-    """Return the interpreter of a sandbox's server: ours for the host's image, or the
-    image's.
+    """Return the interpreter of a sandbox's server: ours for the host's image, else the
+    image's own.
     """
     return sys.executable if spec.image == HOST else "python3"
 

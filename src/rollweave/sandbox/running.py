@@ -1,5 +1,5 @@
 """A running sandbox: the channel to its server, and requests about its processes to the
-supervisor. It is the same for every back end.
+supervisor. All back ends share this class.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ WATCHED = ("processes", "memory_bytes", "disk_bytes", "cpu_s", "wall_s")
 """Limits that the supervisor enforces on all processes together."""
 
 OUTSIDE = (STOPPED, KILLED, OVERDUE, SUPERVISOR_GONE, CLOSED)
-"""Reasons for the end of a sandbox that the code in it did not cause; after its start,
-it caused all others.
+"""Reasons for the end of a sandbox that the code in it did not cause. After the
+sandbox's start, all other ends are caused by the code.
 """
 
 MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
-"""Folders that are made for every sandbox and are no part of a snapshot."""
+"""Folders that are made for every sandbox and are not part of a snapshot."""
 
 
 class RunningSandbox:
@@ -215,8 +215,8 @@ class RunningSandbox:
         self._launcher.post(self._handle, "kill")
 
     def _lost_error(self) -> SandboxLostError:
-        """Return the error with the reason for the sandbox's end; its type says whether
-        the code inside caused it.
+        """Return the error with the reason for the sandbox's end. The error's type says
+        whether the code inside caused the end.
         """
         why = self._handle.why
         if why == KILLED and self._spoiled:
@@ -240,10 +240,10 @@ async def started(
 ) -> RunningSandbox:
     """Launch a sandbox and wait until its server answers. Raises SandboxError.
 
-    `requested_spec` is the caller's specification if `spec` is an adapted one; `writes`
-    is a descriptor of the folder of its writes if no root is staged for it; `contained`
-    says that its processes end with the first one, `drop` that a supervisor run by root
-    gives it a separate uid.
+    `requested_spec` is the caller's specification if `spec` is an adapted copy.
+    `writes` is a descriptor of the folder of the sandbox's writes if no root is staged
+    for the sandbox. `contained` says that the sandbox's processes end with the first
+    process, and `drop` that a supervisor run by root gives the sandbox a separate uid.
     """
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}
@@ -293,8 +293,8 @@ def _copy_selected(
     at: str,
     limit_bytes: int,
 ) -> int:
-    """Copy as `_copy_all` does, but only some paths of the work folder; `below` has the
-    folders of the layers below.
+    """Copy like `_copy_all`, but only the paths `only` of the work folder. `below` has
+    the folders of the layers below the writes.
     """
     layers = []
     try:

@@ -26,8 +26,8 @@ _EAFNOSUPPORT, _EPROTONOSUPPORT = errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 X32_BIT = 0x40000000
-"""System calls of x86-64's 32-bit pointers: a second set of numbers, which would pass
-below every rule.
+"""Bit of system calls with x86-64's 32-bit pointers: a second set of numbers, which
+would evade every rule.
 """
 
 REFUSED: dict[str, tuple[int | None, int | None, int]] = {
@@ -114,8 +114,8 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
 }
 
 NEWEST = 469
-"""Highest number of a call that this table considers (file_setattr, Linux 6.17); higher
-ones fail with ENOSYS.
+"""Highest number of a call that this table considers (file_setattr, Linux 6.17). Calls
+with higher numbers fail with ENOSYS.
 """
 
 CLONE, SOCKET, SOCKETPAIR, IOCTL, PERSONALITY = (56, 220), (41, 198), (53, 199), (16, 29), (135, 92)
@@ -138,14 +138,14 @@ ICMPv6. Others load little-tested modules.
 """
 
 PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
-"""Allowed personalities: Linux, PER_LINUX32, each also with UNAME26, and the query for
-the current one.
+"""Allowed personalities: Linux and PER_LINUX32, both also with UNAME26, and the query
+for the current personality.
 """
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH, _ARGS = 0, 4, 16
-"""Offsets into struct seccomp_data; both architectures are little-endian, so an
+"""Offsets into struct seccomp_data. Both architectures are little-endian, so an
 argument's low half comes first.
 """
 
@@ -153,7 +153,7 @@ argument's low half comes first.
 @functools.cache
 def bpf_filter(machine: str | None = None) -> bytes:
     """Return the program for `machine` (as printed by `uname -m`; by default this
-    machine). Raises ValueError for an unknown one.
+    machine). Raises ValueError for an unknown machine.
     """
     machine = machine or os.uname().machine
     if machine not in AUDIT_ARCH:
@@ -194,7 +194,9 @@ def bpf_filter(machine: str | None = None) -> bytes:
 
 
 def _when(number: int, code: list[bytes]) -> list[bytes]:
-    """Run `code`, then allow; other calls skip both, and their number stays loaded."""
+    """Run `code` for the call `number`, then allow the call. Other calls skip both
+    steps, and their number stays loaded.
+    """
     inner = [*code, _op(_RETURN, _ALLOW)]
     return [_op(_EQUAL, number, 0, len(inner)), *inner]
 
@@ -206,7 +208,7 @@ def _one_of(place: int, values: tuple[int, ...], error: int) -> list[bytes]:
 
 
 def _argument(place: int) -> list[bytes]:
-    """Load the low half of an argument, which is all that the calls above use."""
+    """Load the low half of an argument, the only half that the calls above use."""
     return [_op(_LOAD, _ARGS + 8 * place)]
 
 

@@ -1,10 +1,10 @@
-"""Mounts a sandbox's root where only the sandbox sees it: image and snapshots below, a
-tmpfs for all writes above.
+"""Mounts a sandbox's root where only the sandbox sees it, with image and snapshots
+below, and a tmpfs for all writes above.
 
-The code runs in a process that was forked for one sandbox and becomes it. Mounts are
-made in a new mount namespace. As root, the image's owner is mapped to the sandbox's
-uid; as a user, a new user namespace is entered, too. If overlayfs does not work, the
-image is copied.
+The code runs in a process that was forked for one sandbox and becomes the sandbox.
+Mounts are made in a new mount namespace. As root, the image's owner is mapped to the
+sandbox's uid; as a user, a new user namespace is entered, too. If overlayfs does not
+work, the image is copied.
 
 Invariants: nothing outside `place` is written, regardless of symbolic links in an image
 or a snapshot; the host's mounts do not change; all writes of the sandbox are on the one
@@ -31,8 +31,8 @@ EMPTY_INODES = 256
 """Maximum number of inodes in a folder that appears empty: its mount points."""
 
 WATCHERS = {"max_inotify_instances": 32, "max_inotify_watches": 65_536}
-"""Limits on file watches in a sandbox's user namespace; a user usually has 128 of the
-first.
+"""Limits on file watches in a sandbox's user namespace; a user usually has 128
+instances.
 """
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -41,8 +41,8 @@ _OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = (
     "metacopy=off,redirect_dir=off",
     "userxattr",
 )
-"""Mount options by which every entry of the upper folder is stored completely;
-`userxattr` implies the second.
+"""Mount options with which every entry of the upper folder is stored completely;
+`userxattr` implies the second option.
 """
 
 
@@ -54,7 +54,7 @@ class Root:
     """The contents of a root. Inner paths are absolute, as the sandbox sees them."""
 
     layers: list[str]
-    """Folders below the writes, the newest first; without any, the root begins
+    """Folders below the writes, the newest first; without layers, the root begins
     empty.
     """
     binds: list[tuple[str, str]] = field(default_factory=list)
@@ -70,11 +70,12 @@ class Root:
 
 
 def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
-    """Mount a root at `place`/root, for host user `uid` (None for our own user if we
-    are not root).
+    """Mount a root at `place`/root, for host user `uid` (None: our own user, if we are
+    not root).
 
     `place` is an existing folder. Returns a descriptor of the folder that has the
-    writes, and whether it has the layers below them, too. Raises OSError.
+    writes, and whether this folder also has the layers below the writes. Raises
+    OSError.
     """
     if uid is None:
         enter_user_namespace(kernel.CLONE_NEWNS)
@@ -112,8 +113,8 @@ def enter_user_namespace(flags: int) -> None:
 
 
 def _bound_watchers() -> None:
-    """Bound file watches: all sandboxes of a user share the user's limits, and one must
-    not take everything.
+    """Bound file watches: all sandboxes of a user share the user's limits, and no
+    sandbox must use them up.
     """
     for name, most in WATCHERS.items():
         # If a setting cannot be written, the kernel's own limit for our user remains.
@@ -168,7 +169,7 @@ def _copy_layers(root: Root, target: str, owner: int) -> None:
 
 def _bind_mapped(layer: str, target: str, uid: int) -> None:
     """Mount a layer with its owner mapped to the sandbox's user, who can then change
-    its files in the overlay, and nowhere else.
+    the layer's files in the overlay, and nowhere else.
     """
     owner = os.stat(layer)
     try:
@@ -182,8 +183,8 @@ def _bind_mapped(layer: str, target: str, uid: int) -> None:
 
 
 def _mapping(uids: str, gids: str) -> int:
-    """Return a descriptor of a user namespace with these maps, which a forked process
-    makes.
+    """Return a descriptor of a user namespace with these maps. A forked process makes
+    the namespace.
     """
     ready_r, ready_w = os.pipe()
     pid = os.fork()
@@ -252,7 +253,8 @@ def _bind(source: str, where: str, top: int, owner: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
-    # A kernel before 5.12, or a filter of system calls that does not know the new ones.
+    # A kernel before 5.12, or a filter of system calls that does not know the new
+    # calls.
     at = f"/proc/self/fd/{target}"  # by descriptor, so that no path is resolved again
     kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
     os.close(target)
@@ -269,7 +271,7 @@ def _bind(source: str, where: str, top: int, owner: int) -> None:
 
 def _mount_empty(where: str, top: int, owner: int) -> None:
     """Mount a folder with room for mount points only; `_seal` makes it read-only once
-    they are made.
+    the mount points are made.
     """
     target = ensure_folder(top, where, owner)
     options = f"size=4k,nr_inodes={EMPTY_INODES},mode=0755"
@@ -286,7 +288,9 @@ def _seal(where: str, top: int) -> None:
 
 
 def _locked_flags(path: str) -> int:
-    """Return the mount's flags that a user namespace must repeat to change others."""
+    """Return the mount's flags that a user namespace must repeat when it changes other
+    flags.
+    """
     flags = os.statvfs(path).f_flag
     pairs = (
         (os.ST_NODEV, kernel.MS_NODEV),
@@ -305,7 +309,7 @@ def _parent(top: int, path: str, owner: int) -> tuple[int, str]:
 def ensure_folder(top: int, path: str, owner: int = -1) -> int:
     """Return a descriptor of a folder below `top`, which is made if missing.
 
-    Any part of the path that is not a folder is replaced by one.
+    Any part of the path that is not a folder is replaced by a folder.
     """
     here = os.dup(top)
     for name in path.strip("/").split("/"):

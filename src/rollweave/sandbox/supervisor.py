@@ -1,15 +1,16 @@
-"""The process that supervises the sandboxes of one back end: it forks each of them,
-polls the resources that its processes use, and ends it.
+"""The process that supervises the sandboxes of one back end: it forks the sandboxes,
+polls the resources that their processes use, and ends them.
 
 The process is small, single-threaded and long-lived. Forking it takes a millisecond,
 while forking a trainer takes many. Sandboxes die with their parent's thread, and this
-thread lives as long as they may. A busy event loop delays no check. `launcher.py` is
-the other end of its socket.
+thread lives as long as any sandbox may. A busy event loop delays no check.
+`launcher.py` is the other end of its socket.
 
-Invariants: all its children end when it ends, and it ends when its owner does; a signal
-goes only to a child that is not reaped yet or to a descendant found a moment before,
-never to a process selected by name; the end of every child is reported exactly once.
-It uses the standard library alone, and imports no module that is slow to import.
+Invariants: all children of the supervisor end when it ends, and it ends when its owner
+ends; a signal goes only to a child that is not reaped yet or to a descendant found a
+moment before, never to a process selected by name; the end of every child is reported
+exactly once. The supervisor uses the standard library alone, and imports no module that
+is slow to import.
 """
 
 import contextlib
@@ -54,13 +55,13 @@ STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.w
 """Reasons for a sandbox's end that the code in it did not cause."""
 
 ENDED = "ended with status"
-"""Beginning of the reason if the first process ended; its exit status follows, or the
-negated signal number.
+"""Beginning of the reason if the first process ended. Its exit status or the negated
+signal number follows.
 """
 
 UID_BASE, UIDS_EACH = 1_000_000, 1000
-"""Host uids of sandboxes where we are root: each supervisor has a block, by its pid,
-and each live sandbox one uid of it.
+"""Host uids of sandboxes if we are root: each supervisor has a block of uids, by its
+pid, and each live sandbox has one uid of the block.
 """
 
 
@@ -72,39 +73,43 @@ class SandboxRecord:
     pid: int
     uid: int | None
     contained: bool
-    """True if all its processes end with the first one (a PID namespace)."""
+    """True if all its processes end with its first process (a PID namespace)."""
     processes: int
     memory_bytes: int
     cpu_s: float
     ends_at: float
     group: Group
     seen: dict[int, int]
-    """Start times, by pid, of its processes at the last check; they still belong to it
-    after their parent has ended.
+    """Start times, by pid, of the sandbox's processes at the last check. They still
+    belong to the sandbox after their parent has ended.
     """
     own: dict[int, int] = field(default_factory=dict)
     """Start times, by pid, of the sandbox's init and server, which a soft stop
     spares.
     """
     inherited: dict[int, int] = field(default_factory=dict)
-    """Resident bytes, by pid, of these processes before any command ran; a fork shares
-    most of them with its parent.
+    """Resident bytes, by pid, of the init and the server before any command ran. A fork
+    shares most of these bytes with its parent.
     """
     reaped: bool = False
     removed_by: float = 0.0
     """Time after which its end is reported even if its control groups remain."""
     why: str = ""
     kill_at: float = 0.0
-    """Time at which a soft stop ends; 0 if none is under way."""
+    """Time at which a soft stop ends; 0 without a soft stop."""
     signaled: set[int] = field(default_factory=set)
     """Pids of the processes that have been sent SIGTERM."""
     unread: "UnreadRequest | None" = None
-    """Its start request until its process, which was forked in advance, has read it."""
+    """Its start request, until the process that was forked in advance has read the
+    request.
+    """
 
 
 @dataclass(frozen=True)
 class SpareProcess:
-    """A process that has joined its control groups and waits for a start request."""
+    """A process that has joined the control groups of a sandbox and waits for a start
+    request.
+    """
 
     pid: int
     group: Group
@@ -112,14 +117,15 @@ class SpareProcess:
     """Socket over which it receives a request and the request's descriptors."""
 
     def drop(self) -> None:
-        self.request_socket.close()  # upon which the process ends, if it has not yet
+        self.request_socket.close()  # the process then ends, if it has not yet
         self.group.remove()
 
 
 @dataclass(frozen=True)
 class UnreadRequest:
-    """A start request that was sent to a spare process, which acknowledges it before it
-    acts on it. If the process is killed before, another one can take the request.
+    """A start request that was sent to a spare process. The process acknowledges the
+    request before it acts on it. If the process is killed earlier, another process can
+    take the request.
     """
 
     request: dict[str, Any]
@@ -132,8 +138,8 @@ class UnreadRequest:
             os.close(fd)
 
     def acknowledged(self) -> bool:
-        """Return whether the process has read the request. To be called when the socket
-        is readable, or the process has ended.
+        """Return whether the process has read the request. Must be called when the
+        socket is readable, or the process has ended.
         """
         try:
             return bool(self.acknowledgment.recv(1, socket.MSG_DONTWAIT))
@@ -241,8 +247,8 @@ class Supervisor:
             self._launch(request, fds, None)
 
     def _launch(self, request: dict[str, Any], fds: list[int], spare: SpareProcess | None) -> bool:
-        """Send the request to the spare process, or to a new one. Return False if the
-        spare has ended; the end of a new one is reported.
+        """Send the request to the spare process, or to a new process. Return False if
+        the spare process has ended; the end of a new process is reported.
         """
         uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
         limits = request["limits"]
@@ -294,7 +300,9 @@ class Supervisor:
             record.unread = None
 
     def _relaunch(self, record: SandboxRecord, unread: UnreadRequest) -> None:
-        """Send the request of a process that ended before it read it to a new one."""
+        """Send a request to a new process, because the former process ended before it
+        had read the request.
+        """
         del self._records[record.id]
         record.group.remove()
         self._launch(unread.request, unread.fds, None)
@@ -349,15 +357,15 @@ class Supervisor:
     def _freeze(self, record: SandboxRecord, _: dict[str, Any]) -> None:
         """Stop its commands; a second round stops what was forked during the first."""
         for _round in range(2):
-            for each in self._processes(record):
-                if each.pid not in record.own:
-                    _signal(each.pid, signal.SIGSTOP)
+            for member in self._processes(record):
+                if member.pid not in record.own:
+                    _signal(member.pid, signal.SIGSTOP)
         self._send(id=record.id, event="done")
 
     def _thaw(self, record: SandboxRecord, _: dict[str, Any]) -> None:
-        for each in self._processes(record):
-            if each.pid not in record.own:
-                _signal(each.pid, signal.SIGCONT)
+        for member in self._processes(record):
+            if member.pid not in record.own:
+                _signal(member.pid, signal.SIGCONT)
 
     # --- watching ---
 
@@ -383,7 +391,7 @@ class Supervisor:
         for record in others:
             processes = self._processes(record, table)
             if record.reaped:
-                self._finish(record, [each.pid for each in processes])
+                self._finish(record, [member.pid for member in processes])
             elif not record.why and (
                 why := _exceeded_limit(record, processes, began) or _stopped(record, processes)
             ):
@@ -409,24 +417,30 @@ class Supervisor:
         """Send SIGTERM once to each of its commands. Send SIGKILL to all processes if
         no command is left, or the grace period is over.
         """
-        left = [each for each in processes or self._processes(record) if each.pid not in record.own]
+        left = [
+            member
+            for member in processes or self._processes(record)
+            if member.pid not in record.own
+        ]
         if not record.own or not left or time.monotonic() >= record.kill_at:
             self._end(record)
             return
-        for each in left:
-            if each.pid not in record.signaled:
-                record.signaled.add(each.pid)
-                _signal(each.pid, signal.SIGTERM)
-                _signal(each.pid, signal.SIGCONT)
+        for member in left:
+            if member.pid not in record.signaled:
+                record.signaled.add(member.pid)
+                _signal(member.pid, signal.SIGTERM)
+                _signal(member.pid, signal.SIGCONT)
 
     def _end(self, record: SandboxRecord) -> None:
-        """Send SIGKILL to its first process and, unless it is contained, to all."""
+        """Send SIGKILL to the sandbox's first process and, unless the sandbox is
+        contained, to all.
+        """
         record.own = record.own or started(family(record.pid))
         left = [] if record.contained else self._processes(record)
         if not record.reaped:
             _signal(record.pid, signal.SIGKILL)
-        for each in left:
-            _signal(each.pid, signal.SIGKILL)
+        for member in left:
+            _signal(member.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         while True:
@@ -455,8 +469,8 @@ class Supervisor:
                 self._next_poll = 0.0
 
     def _finish(self, record: SandboxRecord, left: list[int]) -> None:
-        """Kill the processes that are left after the first one ended, and report the
-        end of the sandbox once none is left.
+        """Kill the processes that are left after the first process ended, and report
+        the end of the sandbox once no process is left.
         """
         for pid in left:
             _signal(pid, signal.SIGKILL)
@@ -504,7 +518,7 @@ class Supervisor:
     def _become(self, request_socket: socket.socket, parent: int, group: Group) -> None:
         """Become a sandbox. Never returns.
 
-        The third descriptor received is a file with the private part of the request,
+        The third received descriptor is a file with the private part of the request,
         which no other process has in memory.
         """
         request: dict[str, Any] = {}
@@ -568,8 +582,8 @@ class Supervisor:
 
 
 def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float) -> str:
-    """Return the reason for killing a sandbox that exceeds a limit; "" if it exceeds
-    none.
+    """Return the reason for killing a sandbox that exceeds a limit; "" if it exceeds no
+    limit.
     """
     if now >= record.ends_at:
         return OVERDUE
@@ -578,18 +592,19 @@ def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float)
         return f"killed: it went beyond limits.processes ({len(processes)} of {record.processes})"
     if why := _beyond_memory(record):
         return why
-    cpu_s = sum(each.cpu_s for each in processes)
+    cpu_s = sum(member.cpu_s for member in processes)
     if cpu_s > record.cpu_s:
         return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {record.cpu_s:.1f})"
     # Pages that processes share should count once, but that sum takes long to compute.
     # The upper bound, which counts them repeatedly, is checked first.
-    if sum(each.most_bytes for each in processes) > record.memory_bytes:
-        # The kernel walks all page tables to sum up the pages, which would take the
-        # longest of the processes that have the most of them.
-        used = sum(each.table_bytes() for each in processes)
+    if sum(member.most_bytes for member in processes) > record.memory_bytes:
+        # The kernel walks all page tables to sum up the pages, which would take longest
+        # for processes with the largest page tables.
+        used = sum(member.table_bytes() for member in processes)
         if used <= record.memory_bytes:
             used = sum(
-                each.proportional_bytes(record.inherited.get(each.pid, 0)) for each in processes
+                member.proportional_bytes(record.inherited.get(member.pid, 0))
+                for member in processes
             )
         if used > record.memory_bytes:
             return f"killed: it went beyond limits.memory_bytes ({used} of {record.memory_bytes})"
@@ -611,7 +626,9 @@ def _stopped(record: SandboxRecord, processes: list[Process]) -> str:
     """Return the reason for killing a sandbox whose server was stopped by code inside,
     since calls would wait in vain; else "".
     """
-    stopped = any(each.stopped and record.own.get(each.pid) == each.started for each in processes)
+    stopped = any(
+        member.stopped and record.own.get(member.pid) == member.started for member in processes
+    )
     return "killed: its own server was stopped from inside" if stopped else ""
 
 
@@ -634,7 +651,7 @@ def _leave_supervisor(parent: int) -> None:
 
 def _prefer_for_oom_kill() -> None:
     """Make the kernel end a sandbox first when the machine runs out of memory.
-    Descendants inherit the setting; if we are root, none of them can undo it.
+    Descendants inherit the setting; if we are root, no descendant can undo it.
     """
     with open("/proc/self/oom_score_adj", "w") as out:
         out.write("1000")
@@ -642,8 +659,8 @@ def _prefer_for_oom_kill() -> None:
 
 def _limit(rlimits: dict[str, int] | None) -> None:
     """Set per-process limits before any program of the image runs. The kernel counts
-    processes by user and user namespace, both of which are the sandbox's by now; this
-    process is one more than those inside.
+    processes by user and user namespace, which are both the sandbox's by now. This
+    process counts in addition to the processes inside.
     """
     if rlimits is not None:
         limit({**rlimits, "NPROC": rlimits["NPROC"] + 1})
@@ -671,7 +688,8 @@ def main() -> None:
     other end of SOCKET, and roots are mounted at PLACE.
 
     BASE and KEPT are folders that the supervisor removes when it ends, so that a killed
-    owner leaves none. Descriptors that it inherits, and no sandbox has, lock them.
+    owner leaves no folders. They are locked by descriptors that the supervisor inherits
+    and no sandbox has.
     """
     serve(_no_entrance)
 

@@ -1,9 +1,10 @@
-"""Temporary files and folders beside their final paths, and the removal of those whose
-owner was killed.
+"""Temporary files and folders next to their final paths. Files and folders of killed
+owners are removed.
 
-Invariant: the process that makes them holds a lock on them, and only a process that
-gets that lock removes them: their owner is then dead. Their names contain the machine's
-name, because locks on a shared file system may not reach other machines.
+Invariant: the process that makes a temporary file or folder holds a lock on it, and
+only a process that gets the lock removes it, since the owner is then dead. The names
+contain the machine's name, because locks on a shared file system may not reach other
+machines.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ def lock(fd: int) -> bool:
 def remove_leftovers(place: Path) -> None:
     """Remove temporary files and folders that killed processes left in `place`."""
     for path in place.glob(f"{_prefix()}*"):
-        # It may be removed already, locked by its owner, or another user's.
+        # The file may be removed already, locked by its owner, or another user's.
         with contextlib.suppress(OSError):
             fd = os.open(path, _OPEN)
             try:

@@ -26,17 +26,17 @@ TIMEOUT_S = 60.0
 """Default maximum seconds of a command or cell."""
 
 BASH_SLACK_S = 20.0
-"""Seconds that a reply may be later than the timeout: starting, waiting for,
-interrupting and killing the shell are bounded each.
+"""Seconds that a reply may be later than the timeout. Starting the shell, waiting for
+it, interrupting it and killing it have separate bounds.
 """
 
 CELL_SLACK_S = 75.0
-"""Seconds that an interpreter's reply may be later than the timeout; it starts slowly
-from a cold disk.
+"""Seconds that an interpreter's reply may be later than the timeout: an interpreter
+starts slowly from a cold disk.
 """
 
 EDIT_S = 30.0
-"""Maximum seconds of an editor's action, with a slow disk."""
+"""Maximum seconds of an editor's action, even with a slow disk."""
 
 ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
@@ -93,8 +93,8 @@ class CellResult(Struct, frozen=True, kw_only=True):
 
 
 class Text(Struct, frozen=True, kw_only=True):
-    """Numbered lines of a file that has `lines` of them; or the names in a folder, with
-    `lines` 0.
+    """Numbered lines of a file with `lines` lines in all, or the names in a folder,
+    with `lines` 0.
     """
 
     text: str
@@ -127,8 +127,8 @@ class _Lines(msgspec.Struct):
 
 
 class Bash:
-    """A shell that persists between commands: it keeps its folder, variables, functions
-    and background jobs.
+    """A shell that persists between commands, with its folder, variables, functions and
+    background jobs.
     """
 
     def __init__(self, sandbox: Caller) -> None:
@@ -214,8 +214,8 @@ class Editor:
         self._sandbox = sandbox
 
     async def view(self, path: str, *, first: int = 1, last: int | None = None) -> Text:
-        """Return lines `first` to `last`, 1-based and inclusive, with their numbers; of
-        a folder, the names two levels deep.
+        """Return lines `first` to `last`, 1-based and inclusive, with their numbers.
+        For a folder, return the names two levels deep.
         """
         return await self._text("view", path=path, first=first, last=last)
 
@@ -242,8 +242,8 @@ class Editor:
         return await self._text("insert", valid(text).encode(), path=path, line=line)
 
     async def undo(self, path: str) -> None:
-        """Undo the last edit of the file, unless it was changed by other means since; a
-        file that the edit created is removed.
+        """Undo the last edit of the file, unless the file was changed by other means
+        since. A file that the edit created is removed.
         """
         await self._sandbox.call("undo", timeout_s=EDIT_S, path=path)
 

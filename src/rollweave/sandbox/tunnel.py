@@ -5,11 +5,11 @@ the gateway for an agent program inside.
 are forwarded to `url`. They travel over the sandbox's channel, so the tunnel works with
 every back end, with sandboxes from a pool, and without mounts or a network.
 
-Invariants: requests go to that one host and port, to paths beneath that of `url`, and
-carry only headers of a short list, as do responses; all other requests are refused.
-Messages from the sandbox are checked, and a sandbox that breaks the protocol is killed.
-If a program disconnects, its request is cancelled, so its generation ends. When the
-context closes, or the sandbox ends, no task and no socket is left.
+Invariants: requests go only to the host and port of `url`, to paths beneath its path,
+and requests and responses carry only headers of a short list; all other requests are
+refused. Messages from the sandbox are checked, and a sandbox that breaks the protocol
+is killed. If a program disconnects, its request is cancelled, so its generation ends.
+When the context closes, or the sandbox ends, no task and no socket is left.
 """
 
 import asyncio
@@ -39,22 +39,22 @@ from rollweave.schema.errors import (
 )
 
 MAX_IN_FLIGHT: Final = 16
-"""Maximum number of requests in flight: as many turns as a session of the gateway may
-have at once.
+"""Maximum number of requests in flight: the number of turns that a session of the
+gateway may have at the same time.
 """
 
 PENDING_BYTES: Final = 64 * MIB
 """Maximum total size in bytes of a sandbox's requests in flight."""
 
 POLL_S: Final = 30.0
-"""Maximum seconds of one long poll; the next one follows at once."""
+"""Maximum seconds of one long poll; the next long poll follows immediately."""
 
 CALL_S: Final = 10.0
-"""Maximum seconds of any other call, none of which waits for a program."""
+"""Maximum seconds of any other call: no other call waits for a program."""
 
 SLACK_S: Final = 60.0
 """Seconds that a reply may be late, because the sandbox is frozen for a snapshot or
-short of CPU, before the sandbox is given up.
+short of CPU, before the sandbox counts as lost.
 """
 
 CONNECT_S: Final = 5.0
@@ -67,9 +67,8 @@ RESPONSE_HEADERS: Final = ("cache-control", "content-type", "retry-after")
 """Response headers that are forwarded to programs."""
 
 PATH = re.compile(r"(?:/[A-Za-z0-9._~:@-]+)*")
-"""Allowed paths beneath that of the service.
-
-Escapes are not allowed: they would be a second spelling of refused paths.
+"""Allowed paths beneath the service's path. Escapes are not allowed, because they would
+spell refused paths in a second way.
 """
 
 VALUE = re.compile(r"[\x20-\x7e\t]{0,8192}")
@@ -271,7 +270,9 @@ class _Tunnel:
                 )
 
     def _refusal(self, request: _Request, beneath: str) -> tuple[int, str] | None:
-        """Return status and reason if a request must not reach the service."""
+        """Return HTTP status and reason if a request must not reach the service, else
+        None.
+        """
         if request.method not in METHODS:
             return 405, f"method must be one of {', '.join(METHODS)}, got {request.method:.20}"
         inside = request.target.startswith(self._prefix) and PATH.fullmatch(beneath)
@@ -292,9 +293,8 @@ class _Tunnel:
         await self.call("tunnel_answer", body, timeout_s=CALL_S, number=request.number, **args)
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """Call an action, again after `RETRY_S` if the sandbox has no capacity for it.
-
-        The reply may be late by `SLACK_S`.
+        """Call an action. Repeat the call after `RETRY_S` seconds if the sandbox has no
+        capacity for it. The reply may be late by `SLACK_S` seconds.
         """
         tries = round(SLACK_S / RETRY_S)
         while True:

@@ -1,11 +1,11 @@
-"""The process that unpacks one archive: it trusts neither the archive nor the code that
-reads it.
+"""The process that unpacks one archive. It trusts neither the archive nor the code that
+reads the archive.
 
 `python -I -S … FOLDER BOUNDS OWNER` reads the archive from standard input and prints
 `DONE`, or why it failed. Before it reads a byte it has new namespaces (mounts,
 processes, network, and users if we are not root), the folder as its root, no
 capability, no way to gain one, and the filter of system calls. Where the machine allows
-no namespaces, the rest holds.
+no namespaces, the other restrictions still hold.
 
 Invariants, even without any of that: the kernel resolves only the last name of a path,
 in a folder that is held open, so no link is followed and nothing outside the folder is
@@ -50,7 +50,7 @@ CHUNK_BYTES = 1 << 20
 
 LATEST_S = 1 << 33
 """Maximum modification time that is kept, in seconds since 1970: file systems cannot
-store later ones.
+store later times.
 """
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -72,17 +72,17 @@ class Bounds:
     """Bounds of one archive."""
 
     bytes: int = 32 << 30
-    """Maximum size of what it unpacks to, including headers; holes of sparse files
+    """Maximum bytes of the unpacked archive, including headers. Holes of sparse files
     count as if they were written.
     """
     members: int = 1_000_000
-    """Maximum number of files, folders and links, including folders that are made on
-    the way to them.
+    """Maximum number of files, folders and links, including parent folders that the
+    archive does not list.
     """
     depth: int = 100
     """Maximum number of names in a path."""
     seconds: float = 1800.0
-    """Maximum time for unpacking."""
+    """Maximum seconds for unpacking."""
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
@@ -100,7 +100,7 @@ class Tree:
     def __init__(self, top: int, bounds: Bounds) -> None:
         self._top, self._bounds = top, bounds
         self._open: list[tuple[str, int]] = []
-        """The folders on the way to the last member, each with a descriptor."""
+        """The parent folders of the last member, each with an open descriptor."""
         self._folders: list[tuple[list[str], tarfile.TarInfo]] = []
         self._entries = self._written = 0
 
@@ -125,8 +125,8 @@ class Tree:
             self._link(names, member)
 
     def finish(self) -> None:
-        """Give the folders their modes and times, later members first, because making
-        files in a folder changes its time.
+        """Give the folders their modes and times at the end, because making files in a
+        folder changes its time. Later members come first.
         """
         for names, member in reversed(self._folders):
             folder = self._folder(names, member.name)
@@ -177,8 +177,8 @@ class Tree:
             os.close(self._open.pop()[1])
 
     def _place(self, names: list[str], path: str) -> int:
-        """Return the folder in which to make the last name, after removing what has
-        that name.
+        """Remove what has the last name of the path, and return a descriptor of the
+        folder in which to make it.
         """
         folder = self._folder(names[:-1], path)
         self._count()
@@ -218,7 +218,7 @@ class Tree:
 
 
 class Bounded:
-    """A stream that may be read up to its bound."""
+    """A stream that refuses to be read beyond its bound."""
 
     def __init__(self, stream: IO[bytes], bounds: Bounds) -> None:
         self._stream, self._bounds, self._bytes = stream, bounds, 0
@@ -231,8 +231,8 @@ class Bounded:
 
 
 class Header(tarfile.TarInfo):
-    """A member whose invalid header is an error: `tarfile` would take it for the end of
-    the archive.
+    """A member whose invalid header is an error. `tarfile` would take an invalid header
+    for the end of the archive.
     """
 
     @classmethod
@@ -284,7 +284,7 @@ def unpack(archive: IO[bytes], top: int, bounds: Bounds) -> None:
                 tree.add(member, opened.extractfile(member) if member.isreg() else None)
                 cast(Any, opened).members.clear()  # otherwise all members stay in memory
         while reading.read(CHUNK_BYTES):
-            pass  # read to the end, where the checksum of compressed data is
+            pass  # read to the end, where compressed data has its checksum
     tree.finish()
 
 
@@ -302,8 +302,8 @@ def _plain(archive: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def confine(folder: str, owner: int) -> int:
-    """Give up access to everything but the folder. Returns a descriptor of it in the
-    confined process; the caller's waits.
+    """Give up access to everything but the folder. Returns a descriptor of the folder
+    in the confined process; the caller's process waits.
 
     Both processes end with the process `owner`, which started us.
     """
@@ -329,8 +329,9 @@ def confine(folder: str, owner: int) -> int:
 
 
 def _become_first() -> None:
-    """Continue as the first process of the new PID namespace, with which all others in
-    it end. The caller's process waits for it, and ends it on SIGTERM.
+    """Continue as the first process of the new PID namespace, with which all other
+    processes of the namespace end. The caller's process waits for the first process,
+    and ends it on SIGTERM.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     worker = os.fork()
@@ -342,7 +343,7 @@ def _become_first() -> None:
 
 
 def _enter_namespaces() -> bool:
-    """Enter new namespaces; False if the machine does not allow them."""
+    """Enter new namespaces; return False if the machine does not allow them."""
     with contextlib.suppress(OSError):
         if os.getuid() == 0:
             kernel.unshare(_NAMESPACES)

@@ -1,9 +1,9 @@
 """Sandboxes without a separate program: forks of a process that has loaded Python and
 the server.
 
-The supervisor itself is that process (`zygote_process`). So a Python sandbox is ready
-in milliseconds, and shares its interpreter's memory with its siblings. The
-disadvantages compared with bubblewrap: siblings share the layout of their address
+The supervisor itself is this process (`zygote_process`). A Python sandbox is therefore
+ready in milliseconds, and shares its interpreter's memory with its siblings. Compared
+with bubblewrap there are two disadvantages: siblings share the layout of their address
 space, and the code that makes the sandbox is ours alone. Only the host's image is
 supported, because its interpreter is ours.
 """
@@ -58,7 +58,7 @@ class Zygote:
         }
         support = self._launcher.support
         root = root_of(spec, view, support=support, layers=layers)
-        # The server was loaded from that path, and finds its files by it.
+        # The server was loaded from `support`, and finds its files there.
         root["binds"].append((support, support))
         return await started(
             spec,

@@ -1,12 +1,12 @@
-"""The zygote: a supervisor whose forks become sandboxes without another program, with
-all modules that it has imported.
+"""The zygote: a supervisor whose forks become sandboxes without another program, and
+have all modules that the supervisor has imported.
 
 The supervisor stages a fork's root and drops its uid. Here the fork makes all
 namespaces, mounts /proc, gives up every capability, and becomes two processes: an init,
 with which the PID namespace ends, and the server.
 
-Invariants: before the server reads its first byte there is no capability and no way to
-a new one, no mount but the sandbox's, no descriptor but the channel, no variable of
+Invariants: before the server reads its first byte it has no capability and no way to
+gain one, no mount but the sandbox's, no descriptor but the channel, no variable of
 ours, and the filter of system calls is loaded. Standard library alone.
 """
 
@@ -33,15 +33,15 @@ from rollweave.sandbox.stage import map_user
 from rollweave.sandbox.supervisor import serve
 
 CHANNEL = 3
-"""Descriptor of the server's socket; 4 is a seccomp program for runtimes that load one
-themselves.
+"""Descriptor of the server's socket. Descriptor 4 is a seccomp program for runtimes
+that load it themselves.
 """
 
 _preloaded: list[str] = []
 """Names of the modules that were loaded for cells: IPython, and what it imports."""
 
 _ours: list[str] = []
-"""Names of Rollweave's modules, which no code inside should import."""
+"""Names of Rollweave's modules, which code inside should not import."""
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -91,8 +91,8 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 
 
 def _forget_modules(*, keep_preloaded: bool) -> None:
-    """Forget Rollweave's modules, and the modules that were loaded for cells unless the
-    sandbox has their packages.
+    """Forget Rollweave's modules, and, unless the sandbox has their packages, the
+    modules that were loaded for cells.
     """
     for name in (*_ours, *(() if keep_preloaded else _preloaded)):
         sys.modules.pop(name, None)
@@ -110,7 +110,9 @@ def _mount(root: str) -> None:
 
 
 def _forget_host_files() -> None:
-    """Replace the descriptors of the host's /dev/null by those of the sandbox's own."""
+    """Replace the descriptors of the host's /dev/null by descriptors of the sandbox's
+    own.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):
         os.dup2(nothing, fd)
@@ -139,7 +141,9 @@ def _status(wait_status: int) -> int:
 
 
 def _forget_environment() -> None:
-    """Forget what the interpreter read from the variables of the zygote."""
+    """Forget the values that the interpreter read from the zygote's environment
+    variables.
+    """
     time.tzset()
     if (files := sys.modules.get("tempfile")) is not None:
         vars(files)["tempdir"] = None
@@ -161,7 +165,7 @@ def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 def main() -> None:
     """Serve as `supervisor.main` does, with the server loaded from BASE."""
     serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
-    # An agent could make the folders that .pth files add, and that no sandbox has.
+    # `.pth` files may add folders that no sandbox has, and that an agent could make.
     known = (sys.base_prefix, *site.getsitepackages())
     sys.path[:] = [path for path in sys.path if path.startswith(known)]
     gc.freeze()  # no garbage collection writes to the pages that forks share

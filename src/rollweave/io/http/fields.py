@@ -163,8 +163,8 @@ def refused_field(
             continue
         if name not in neutral:
             return name, UNKNOWN_FIELD
-        if not any(_same(value, each) for each in neutral[name]):
-            allowed = " or ".join(json.dumps(each) for each in (*neutral[name], None))
+        if not any(_same(value, allowed) for allowed in neutral[name]):
+            allowed = " or ".join(map(json.dumps, (*neutral[name], None)))
             return name, f"must be {allowed}: it is not supported"
     return None
 

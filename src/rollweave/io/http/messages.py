@@ -184,15 +184,15 @@ def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
     thoughts = _thoughts(message, path, reading)
     parts = [content] if isinstance(content, str) else []
     for place, part in enumerate(() if content is None or isinstance(content, str) else content):
-        each = f"{path}.content.{place}"
+        where = f"{path}.content.{place}"
         if isinstance(part, OtherPart):
             text = (part.model_extra or {}).get(part.type)
             if part.type in ("thinking", "reasoning") and isinstance(text, str):
-                thoughts += reading.thoughts(each, text)
+                thoughts += reading.thoughts(where, text)
             else:
-                parts.append(reading.placeholder(f"{each}.type", part.type, "must be text"))
+                parts.append(reading.placeholder(f"{where}.type", part.type, "must be text"))
         else:
-            reading.others(f"{each}.", part)
+            reading.others(f"{where}.", part)
             parts.append(part.text)
     return Message(
         role=role,
@@ -237,7 +237,7 @@ def first_problem(
     """
     problem = max(
         error.errors(include_url=False),
-        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
+        key=lambda found: (len(found["loc"]), not found["type"].endswith("_type")),
     )
     fields = _field_names(kind)
     path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]

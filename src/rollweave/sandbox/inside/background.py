@@ -1,5 +1,5 @@
-"""Reads the output of background jobs while no call runs, so that none of them blocks
-on a full pipe. Needs Python 3.9 and its standard library alone.
+"""Reads the output of background jobs while no call runs, so that no job blocks on a
+full pipe. Needs Python 3.9 and its standard library alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 
 class BackgroundReader:
-    """File descriptors, and a function for each that is called when it is readable.
+    """File descriptors, each with a function that is called when the descriptor is
+    readable.
 
     `watch` and `unwatch` may be called while another thread waits.
     """
@@ -36,7 +37,7 @@ class BackgroundReader:
                 self._epoll.unregister(fd)
 
     def wait(self, fd: int) -> None:
-        """Read the other descriptors until `fd`, which is watched, is readable."""
+        """Read the other descriptors until the watched `fd` is readable."""
         while True:
             happened = self._epoll.poll()
             for ready, _ in happened:

@@ -1,5 +1,5 @@
-"""The call that an action answers: checked arguments, a deadline, and a cancellation.
-Needs Python 3.9 and its standard library alone.
+"""A call of an action: its checked arguments, its deadline, and its cancellation. Needs
+Python 3.9 and its standard library alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Failed(Exception):
 
 
 class Stop:
-    """Cancels the call of a thread that polls file descriptors: `fd` is readable once
+    """Cancels the call of a thread that polls file descriptors: `fd` is readable after
     `set`. Belongs to one worker thread.
     """
 
@@ -35,7 +35,7 @@ class Stop:
         os.set_blocking(self._write, False)
 
     def set(self) -> None:
-        # the pipe is full, since it was set thousands of times
+        # the pipe is full after thousands of calls
         with contextlib.suppress(BlockingIOError):
             os.write(self._write, b"x")
 

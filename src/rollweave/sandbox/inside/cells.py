@@ -1,13 +1,13 @@
 """`ipython`: one interpreter that persists from cell to cell, in a process that can be
 killed. Needs Python 3.9 and its standard library alone.
 
-The interpreter (`worker.py`) uses IPython if it is installed, and reports if it is not.
-Its standard output and error are one pipe, read here, so that the output is available
-even if the process has died.
+The interpreter (`worker.py`) uses IPython if it is installed, and reports whether it
+does. Its standard output and error are one pipe, which is read here, so that the output
+is available even if the process has died.
 
 Invariants: a cell has an empty standard input; when it runs out of time its process
 group is interrupted, then killed, and the reply says so; messages from the interpreter
-are bounded, and any that does not answer the cell ends it.
+are bounded, and a message that does not answer the cell ends the interpreter.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .shell import SURROUNDINGS
 from .streams import BUSY_S, Child, Outbox, OutputBuffer, TappedStream, Watch, converse, has_ended
 
 START_S = 60.0
-"""Maximum seconds until an interpreter has started: IPython is hundreds of files, which
-may be read from a cold disk.
+"""Maximum seconds until an interpreter has started: IPython consists of hundreds of
+files, which may be read from a cold disk.
 """
 
 INTERRUPTED_S = 4.0
 """Seconds from the interrupt of a cell to the kill of its interpreter, whose names are
-then lost: the first traceback of IPython takes half a second of an idle core. Less than
-`BUSY_S`, in which a cancelled call ends.
+then lost. The first traceback of IPython takes half a second of an idle core. Must be
+less than `BUSY_S`, in which a cancelled call ends.
 """
 
 RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from the socket at once."""
+"""Maximum number of bytes in one read from the socket."""
 
 PRELOADED = "IPython.core.interactiveshell"
 """Module that, if imported before the server began, lets an interpreter start as a fork
-of the server: in milliseconds, not a third of a second.
+of the server, in milliseconds instead of a third of a second.
 """
 
 CELL_BYTES = 4 << 20
@@ -62,8 +62,8 @@ class Cells:
         self._interpreter: _Interpreter | None = None
 
     def __call__(self, call: Call) -> Result:
-        """Run the cell. The body of the reply is the first `split` bytes printed, then
-        the last ones, with `dropped` bytes left out between them.
+        """Run the cell. The body of the reply is the first `split` bytes of the printed
+        output, then the last bytes, with `dropped` bytes left out between them.
 
         `result` is the text of the last expression's value, or null; `error` has
         `name`, `message` and `traceback`, or is null. `died` is the exit status if the
@@ -106,7 +106,7 @@ class Cells:
 
     def _retire(self, output: OutputBuffer) -> bool:
         """Discard an interpreter that has died since the last call, and put its last
-        output first in this call's. Return whether it had died.
+        output at the start of this call's output. Return whether it had died.
         """
         if self._interpreter is None or not has_ended(self._interpreter.process):
             return False
@@ -237,8 +237,8 @@ def _spawn(sock: socket.socket, output: int) -> Child:
 
 
 def _show() -> None:
-    """Make the interpreter's files in /proc readable again, unlike the server's: it
-    runs the agent's own code.
+    """Make the interpreter's files in /proc readable again, unlike the server's, since
+    the interpreter runs the agent's own code.
     """
     import ctypes
 

@@ -4,7 +4,7 @@ model. Needs Python 3.9 and its standard library alone.
 Invariants: edits are atomic (`files.store`); a file that is not UTF-8 is refused, not
 damaged, and line ends stay as they are; `undo` restores the bytes before the last edit,
 unless the file was changed by other means since. Every reply to an edit shows the lines
-around it.
+around the edit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from .calls import Call, Refused, Result
 from .files import load, store
 
 FILE_BYTES = 8 << 20
-"""Maximum size in bytes of a file that is edited; larger files are not written by
-hand.
-"""
+"""Maximum size in bytes of a file that is edited. Files written by hand are smaller."""
 
 VIEW_CHARS = 200_000
 """Maximum number of characters in a view."""
@@ -30,8 +28,8 @@ AROUND = 4
 """Number of lines shown before and after an edit."""
 
 EDITS = 100
-"""Maximum number of edits, of all files, that can be undone; they have at most
-`UNDO_BYTES`.
+"""Maximum number of edits, over all files, that can be undone. Their bytes are limited
+to `UNDO_BYTES`.
 """
 
 UNDO_BYTES = 64 << 20
@@ -41,7 +39,7 @@ ENTRIES = 1000
 
 
 class Editor:
-    """The actions of this module, of which one runs at a time."""
+    """The actions of this module. One action runs at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -122,7 +120,7 @@ class Editor:
             return self._around(path, line + 1, max(1, added.count("\n")))
 
     def undo(self, call: Call) -> Result:
-        """Restore the file as it was before its last edit; remove it if that edit
+        """Restore the file as it was before its last edit; remove the file if that edit
         created it.
         """
         path = os.path.realpath(call.text("path"))
@@ -201,7 +199,9 @@ def _numbered(lines: list[str], first: int, last: int) -> str:
 
 
 def _occurrences(text: str, old: str) -> int:
-    """Count occurrences. Overlapping ones count, since they are just as ambiguous."""
+    """Count occurrences. Overlapping occurrences count, since they are just as
+    ambiguous.
+    """
     return len(_starts(text, old, most=1000))
 
 
@@ -219,8 +219,8 @@ def _starts(text: str, old: str, most: int) -> list[int]:
 
 
 def _listing(path: str) -> str:
-    """Return the names below a folder, two levels deep, without hidden ones. No link is
-    followed.
+    """Return the names below a folder, two levels deep, without hidden names. No link
+    is followed.
     """
     entries: list[str] = []
     queue = deque([(path, "", 0)])

@@ -21,8 +21,8 @@ CHUNK_BYTES = 1 << 20
 
 
 def load(path: str, limit: int, offset: int | None = None) -> tuple[bytes, os.stat_result]:
-    """Return a regular file's bytes and status; with `offset`, only as many as `limit`
-    from there.
+    """Return a regular file's bytes and status; with `offset`, only the next `limit`
+    bytes from there.
 
     Raises Refused for anything else and for more than `limit` bytes; OSError if it
     cannot be read.
@@ -62,8 +62,8 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
 def store_part(
     path: str, data: bytes, mode: int | None, part: str, offset: int, *, last: bool
 ) -> None:
-    """Store a part of a file, at `offset`, in a temporary file that `part` names; the
-    last one makes or replaces the file. A part that fails removes all.
+    """Store a part of a file, at `offset`, in a temporary file that `part` names. The
+    last part makes or replaces the file. If a part fails, all parts are removed.
 
     Raises Refused and OSError.
     """
@@ -96,8 +96,9 @@ def store_part(
 
 
 def read(call: Call) -> Result:
-    """`read`: return the bytes of the regular file `path`, at most `limit` of them;
-    with `offset`, from there, and a longer file is not refused.
+    """`read`: return the bytes of the regular file `path`, which must have at most
+    `limit`. With `offset`, return at most `limit` bytes from there; longer files are
+    then allowed.
     """
     limit = call.integer("limit", BODY_BYTES, most=BODY_BYTES)
     offset = None if call.absent("offset") else call.integer("offset")

@@ -3,7 +3,7 @@ JSON object, raw bytes. Needs Python 3.9 and its standard library alone.
 
 A request is `{"id": int, "action": str, ...}`; its reply has the same id and `"ok":
 true`, or `"ok": false`, an `error` and its `kind`: `timeout`, `refused` (the request
-breaks a rule) or `failed`. The action `cancel` asks the call with the same id to end
+breaks a rule) or `failed`. The action `cancel` makes the call with the same id end
 soon, and has no reply.
 
 Invariants: a decoder returns exactly the frames that were packed, in order, regardless
@@ -23,8 +23,8 @@ HEADER_BYTES = 4 << 20
 """Maximum size of a header in bytes, which a long command line fits easily."""
 
 BODY_BYTES = 64 << 20
-"""Maximum size of a body in bytes, enough for a file of a repository; images travel by
-other ways.
+"""Maximum size of a body in bytes, enough for a file of a repository; images do not
+travel in frames.
 """
 
 KINDS = ("timeout", "refused", "failed")
@@ -35,7 +35,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class FrameError(ValueError):
-    """The bytes are no frame, or the frame exceeds the bounds."""
+    """The bytes are not a frame, or the frame exceeds the bounds."""
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:

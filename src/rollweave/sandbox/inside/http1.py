@@ -4,8 +4,8 @@ alone.
 Invariants: a decoder returns exactly the requests that were sent, in order, regardless
 of how the stream was split; a request that two readers could understand differently
 (two lengths, a bare newline, a folded header) is refused; the buffer has at most one
-request within the bounds and the bytes that follow it; after a `BadRequest` nothing
-more is returned.
+request within the bounds and the bytes that follow the request; after a `BadRequest`
+nothing more is returned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BadRequest(ValueError):
         self.status = status
 
 
-class Request:
+class HttpRequest:
     """One request. `headers` has lower-case names; repeated values are joined by
     commas.
 
@@ -54,7 +54,7 @@ class RequestDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._body = bytearray()
-        self._request: Request | None = None
+        self._request: HttpRequest | None = None
         self._length = 0
         self._chunked = self._trailing = False
         self._due = 0
@@ -75,7 +75,7 @@ class RequestDecoder:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def take(self) -> Request | None:
+    def take(self) -> HttpRequest | None:
         """Return the next request, or None until more is fed.
 
         Raises BadRequest, now and at every later call.
@@ -89,7 +89,7 @@ class RequestDecoder:
             self._buffer.clear()
             raise
 
-    def _take(self) -> Request | None:
+    def _take(self) -> HttpRequest | None:
         if self._request is None and not self._head():
             return None
         request = self._request
@@ -144,7 +144,7 @@ class RequestDecoder:
         return line
 
     def _head(self) -> bool:
-        while self._buffer.startswith(b"\r\n"):  # some clients send one more after a body
+        while self._buffer.startswith(b"\r\n"):  # some clients send an extra line end after a body
             del self._buffer[:2]
         end = self._buffer.find(b"\r\n\r\n", 0, HEAD_BYTES)
         if end < 0:
@@ -163,7 +163,7 @@ class RequestDecoder:
         options = {word.strip().lower() for word in headers.get("connection", "").split(",")}
         keep = first.group(3) == b"1" and "close" not in options
         self._frame(headers)
-        self._request = Request(method, target, headers, keep)
+        self._request = HttpRequest(method, target, headers, keep)
         return True
 
     def _frame(self, headers: dict[str, str]) -> None:

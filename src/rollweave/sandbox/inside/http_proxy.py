@@ -24,24 +24,24 @@ from http import HTTPStatus
 from typing import Any
 
 from .calls import Deadline, Result, Stop
-from .http1 import BadRequest, Request, RequestDecoder
+from .http1 import BadRequest, HttpRequest, RequestDecoder
 
 CONNECTIONS = 256
-"""Maximum number of connections, if that is at most a quarter of the files that the
-server may open. Beyond it, each new connection takes the place of the least recently
-active one that has no request, or waits to be accepted.
+"""Maximum number of connections, unless a quarter of the files that the server may open
+is fewer. Beyond this number, a new connection replaces the least recently active
+connection without a request, or waits to be accepted.
 """
 
 GRACE_S = 0.5
-"""Seconds after its last activity in which a connection keeps its place: a program that
-has just connected is about to send its request.
+"""Seconds after its last activity for which a connection keeps its place: a program
+that has just connected is about to send its request.
 """
 
 PART_BYTES = 1 << 20
 """Maximum bytes of a body in one frame, which takes a millisecond of the channel."""
 
 RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from a socket at once."""
+"""Maximum number of bytes in one read from a socket."""
 
 PENDING_BYTES = 64 << 20
 """Maximum total size in bytes of the requests that are not yet passed on."""
@@ -69,24 +69,25 @@ FORWARDED_HEADERS = (
     "x-api-key",
     "x-stainless-retry-count",
 )
-"""Request headers that are passed to the host: those that identify the client, and a
-repeated request.
+"""Request headers that are passed to the host: headers that identify the client, and
+headers that identify a repeated request.
 """
 
 
 class Connection:
     """One connection.
 
-    `number` is that of its request of which at least a part is passed on; 0 if there is
-    none. `sent` is the number of bytes of its body that are. `active_at` is when it was
-    accepted, or data was last received or sent.
+    `number` is the number of its request that is passed on, at least in part; 0 if
+    there is none. `sent` is the number of bytes of the request's body that are passed
+    on. `active_at` is when the connection was accepted, or data was last received or
+    sent.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.active_at = time.monotonic()
         self.decoder = RequestDecoder()
-        self.request: Request | None = None
+        self.request: HttpRequest | None = None
         self.number = self.sent = 0
         self.out = bytearray()
         self.chunked = self.last = False
@@ -95,7 +96,9 @@ class Connection:
 
 
 class ResponsePart:
-    """A part of a response. The first has a `status`, and none follows an `abort`."""
+    """A part of a response. The first part has a `status`, and no part follows an
+    `abort`.
+    """
 
     def __init__(
         self,
@@ -154,8 +157,8 @@ class HttpProxy:
                 sock.close()
 
     def next(self, deadline: Deadline, stop: Stop) -> Result:
-        """Serve the connections until there is an event for the host, and return it; an
-        empty one once the time is up or the call is cancelled.
+        """Serve the connections until there is an event for the host, and return the
+        event, or an empty event once the time is up or the call is cancelled.
         """
         self._listen(True)
         self._selector.register(stop.fd, selectors.EVENT_READ)
@@ -223,7 +226,7 @@ class HttpProxy:
             answer = self._answers.popleft()
             connection = self._in_flight.get(answer.number)
             if connection is None:
-                continue  # its program has disconnected
+                continue  # the program has disconnected
             if answer.abort:
                 self._drop(connection, notify=False)
                 continue
@@ -262,15 +265,16 @@ class HttpProxy:
         self._listening, self._listen_at = on, FOREVER
 
     def _make_room(self) -> bool:
-        """Drop a connection if there are as many as there may be. Return whether there
-        is room for one more; if not, listen again when there may be.
+        """Drop a connection if the number of connections is at its maximum. Return
+        whether there is room for another connection; if not, listen again when there
+        may be room.
         """
         if len(self._connections) < self._capacity:
             return True
         asking_nothing = [
             connection for connection in self._connections if connection.request is None
         ]
-        oldest = min(asking_nothing, key=lambda each: each.active_at, default=None)
+        oldest = min(asking_nothing, key=lambda connection: connection.active_at, default=None)
         if oldest is not None and oldest.active_at + GRACE_S <= time.monotonic():
             self._drop(oldest)
             return True
@@ -286,7 +290,7 @@ class HttpProxy:
             sock = self._listener.accept()[0]
         except BlockingIOError:
             return
-        except OSError:  # out of descriptors: retry when one is closed, or at the next poll
+        except OSError:  # out of descriptors: retry when a descriptor is free, or at the next poll
             self._listen(False)
             return
         sock.setblocking(False)
@@ -328,7 +332,7 @@ class HttpProxy:
             connection.request = connection.decoder.take()
             if (
                 connection.request is None
-                and sum(each.decoder.buffered for each in self._connections) + self._waiting()
+                and sum(other.decoder.buffered for other in self._connections) + self._waiting()
                 > PENDING_BYTES
             ):
                 raise BadRequest(
@@ -388,7 +392,7 @@ class HttpProxy:
                 else now + STALL_S
             )
         elif connection.last:
-            # Closing at once would answer further data with a reset, which could
+            # Closing immediately would answer further data with a reset, which could
             # discard our response.
             connection.until = now + LINGER_S
             with contextlib.suppress(OSError):
@@ -410,9 +414,8 @@ class HttpProxy:
             self._drop(connection)
 
     def _drop(self, connection: Connection, *, notify: bool = True) -> None:
-        """Close a connection, unless it is closed.
-
-        This ends its request, which is reported to the host if `notify` is true.
+        """Close a connection, unless it is closed. Closing ends its request, which is
+        reported to the host if `notify` is true.
         """
         if connection not in self._connections:
             return

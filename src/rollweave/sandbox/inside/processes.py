@@ -36,7 +36,7 @@ _guard = threading.Lock()
 
 def reset_signals() -> None:
     """Reset signals as `rollweave.io.process_setup` does, so that no program that is
-    started here inherits an ignored or blocked one.
+    started here inherits an ignored or blocked signal.
 
     The interpreter itself ignores SIGPIPE and SIGXFSZ; `subprocess` restores these.
     """
@@ -57,11 +57,11 @@ def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
 
 
 def fork(become: Callable[[], object]) -> Child:
-    """Fork this process into a new session, call `become` there, and end it; register
-    it as `start` does.
+    """Fork this process into a new session, where `become` is called and the fork then
+    ends; register the fork as `start` does.
 
-    The fork has no other threads of ours, and locks that they held stay locked:
-    `become` must need neither.
+    The fork lacks our other threads, and locks that they held stay locked. `become`
+    must need neither the threads nor the locks.
     """
     with _guard:
         pid = os.fork()
@@ -133,7 +133,7 @@ def kill_all() -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Return the processes whose session is that of `leader`: field 6 of
+    """Return the processes in the session of `leader`. The session is field 6 of
     /proc/PID/stat, after a name that may contain any bytes.
     """
     pids: list[int] = []

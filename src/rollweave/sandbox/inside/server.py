@@ -1,11 +1,12 @@
 """The action server: it receives request frames over one connected stream socket, runs
 the actions, and sends reply frames. Needs Python 3.9 and its standard library alone.
 
-Threads take turns at reading: a thread that has read a request lets the next one read
-and answers its own, so that no request is passed between threads. Invariants: each
-request but `cancel` gets exactly one reply; an exception in an action becomes a reply;
-at most `CALLS` calls run at once, and more are refused; when the other end closes, or
-sends invalid data, every program that was started here is killed and the process ends.
+Threads take turns at reading: a thread that has read a request lets the next thread
+read and answers its own request, so that no request is passed between threads.
+Invariants: each request but `cancel` gets exactly one reply; an exception in an action
+becomes a reply; at most `CALLS` calls run at the same time, and further calls are
+refused; when the other end closes, or sends invalid data, every program that was
+started here is killed and the process ends.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .shell import Bash
 from .tunnel import Tunnel
 
 CALLS = 64
-"""Maximum number of concurrent calls, each of which takes a thread."""
+"""Maximum number of concurrent calls. Each call takes a thread."""
 
 RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from the socket at once."""
+"""Maximum number of bytes in one read from the socket."""
 
 Action = Callable[[Call], Result]
 
@@ -42,7 +43,7 @@ def ping(call: Call) -> Result:
 
 
 def actions(idle: BackgroundReader) -> dict[str, Action]:
-    """Return the server's actions by name, with new state for the tools among them."""
+    """Return the server's actions by name. Actions of tools get new state."""
     editor, tunnel = Editor(), Tunnel()
     return {
         "ping": ping,
@@ -102,7 +103,7 @@ class Server:
                 if call is None:
                     break
             if no_calls_waiting:
-                # If no thread can be started, this one reads again after its answer.
+                # If no thread can be started, this thread reads again after its answer.
                 with contextlib.suppress(RuntimeError):
                     self._hire()
             self._answer(call)
@@ -111,7 +112,7 @@ class Server:
     def _next(self, stop: Stop) -> Call | None:
         """Return the next call to answer, or None at the end.
 
-        Cancellations and requests that are refused at once are handled here.
+        Cancellations and requests that are refused immediately are handled here.
         """
         while not self._over.is_set():
             frame = self._receive()

@@ -1,15 +1,15 @@
 """`bash`: one shell that persists from call to call, on a separate pseudo-terminal.
 Needs Python 3.9 and its standard library alone (no ptyprocess).
 
-The shell reads its commands from a pipe, and writes the exit status of each to another
-pipe, under a random name that the command never sees; the output of commands goes only
-to the terminal. So no output can be mistaken for the end of a command, an unclosed
-quote ends with its command, and there is no echo and no prompt to remove from output.
+The shell reads its commands from a pipe, and writes the exit status of each command to
+another pipe, under a random name that the command never sees; the output of commands
+goes only to the terminal. Therefore no output can be mistaken for the end of a command,
+an unclosed quote ends with its command, and output contains no echo and no prompt.
 
 Invariants: a command has an empty standard input, and reading the terminal returns end
-of file at once; the attributes of the terminal are restored before each command. When a
-command runs out of time, its foreground group is interrupted, then killed, then the
-shell and its whole session are killed, and the reply says so; no stage waits longer
+of file immediately; the attributes of the terminal are restored before each command.
+When a command runs out of time, its foreground group is interrupted, then killed, then
+the shell and its whole session are killed, and the reply says so; no stage waits longer
 than its constant. A background job that keeps the terminal open delays nothing; its
 output between calls comes first in the next reply.
 """
@@ -44,7 +44,9 @@ COMMAND_BYTES = 1 << 20
 """Maximum size of a command in bytes."""
 
 TERMINAL_FD = 250
-"""File descriptor of the terminal in the shell, far from those that scripts choose."""
+"""File descriptor of the terminal in the shell, far from the descriptors that scripts
+choose.
+"""
 
 SIZE = struct.pack("HHHH", 50, 160, 0, 0)
 """Rows and columns of the terminal, wide enough for tables."""
@@ -62,9 +64,9 @@ SURROUNDINGS = {
 """Variables that keep programs from prompting, paging and coloring their output."""
 
 OPTIONS = "--norc --noprofile --noediting +H +o history -i"
-"""The shell's options: interactive, because only then does an interrupt end the whole
-command but not the shell, and is there a foreground group to kill; without history
-expansion, so that `!` is an ordinary character.
+"""The shell's options. The shell is interactive, because only then does an interrupt
+end the whole command but not the shell, and only then is there a foreground group to
+kill. It has no history expansion, so that `!` is an ordinary character.
 """
 
 TERMINAL_HELD = f'exec "$0" {OPTIONS} {TERMINAL_FD}<>"$1"'
@@ -83,7 +85,7 @@ class Bash:
 
     def __call__(self, call: Call) -> Result:
         """Run the command. The body of the reply is the first `split` bytes of output,
-        then the last ones, with `dropped` bytes left out between them.
+        then the last bytes, with `dropped` bytes left out between them.
 
         `rc` is its exit status, or 128 plus the number of the signal that ended it.
         `restarted` says that the shell's state was lost, before this command (the shell
@@ -122,8 +124,8 @@ class Bash:
         }, output.head + output.tail
 
     def _retire(self, output: OutputBuffer) -> bool:
-        """Discard a shell that has died since the last call, and put its last output
-        first in this call's. Return whether it had died.
+        """Discard a shell that has died since the last call, and put its last output at
+        the start of this call's output. Return whether it had died.
         """
         if self._terminal is None or not has_ended(self._terminal.process):
             return False
@@ -261,7 +263,7 @@ def _line(command: bytes, name: bytes, before: int) -> bytes:
 
 def _make_raw(terminal: int) -> list[Any]:
     """Switch off echo, translation and signal characters, and let reading return end of
-    file at once. Return the attributes that are set.
+    file immediately. Return the attributes that are set.
     """
     attributes = termios.tcgetattr(terminal)
     attributes[0] = attributes[1] = attributes[3] = 0

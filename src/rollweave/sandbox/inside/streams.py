@@ -17,25 +17,27 @@ from .calls import Deadline, Stop
 Answer = TypeVar("Answer")
 
 CHUNK_BYTES = 1 << 16
-"""Number of bytes read at once: the usual capacity of a pipe."""
+"""Number of bytes in one read: the usual capacity of a pipe."""
 
 PIPE_BYTES = 1 << 20
-"""Maximum capacity of a pipe or terminal in bytes. No more is read after a command's
-end, so that a grandchild which keeps writing delays nothing.
+"""Maximum capacity of a pipe or terminal in bytes. No more bytes are read after a
+command's end, so that a grandchild that keeps writing delays nothing.
 """
 
 STEP_BYTES = 1 << 20
 """Maximum number of bytes read before the deadline is checked again."""
 
 BETWEEN_BYTES = 1 << 16
-"""Maximum number of bytes kept of the output between two calls: its end."""
+"""Maximum number of bytes that are kept of the output between two calls. The last bytes
+are kept.
+"""
 
 BUSY_S = 5.0
 """Maximum seconds until a cancelled call has ended, with all its stages."""
 
 STAGE_S = 1.0
-"""Seconds that a command has to end after it was interrupted, so that it can clean up,
-and again after it was killed.
+"""Seconds that a command has to end after it was interrupted, so that it can clean up.
+It has as many seconds again after it was killed.
 """
 
 BLIND_MS = 20.0
@@ -56,8 +58,8 @@ class Child(Protocol):
 
 
 def has_ended(process: Child) -> bool:
-    """Return whether a child of ours has ended. It is not reaped, so that its number is
-    not reused.
+    """Return whether a child of ours has ended. The child is not reaped, so that its
+    number is not reused.
     """
     if process.returncode is not None:
         return True
@@ -108,7 +110,7 @@ class Watch:
         """Wait until a descriptor is ready or the time is up, and call its handler."""
         blind = self._pidfd < 0
         for fd, _ in self._poll.poll(min(left_ms, BLIND_MS) if blind else left_ms):
-            handler = self._handlers.get(fd)  # an earlier handler may have taken it off
+            handler = self._handlers.get(fd)  # an earlier handler may have removed it
             if handler is not None:
                 handler()
         if blind and has_ended(self._process):
@@ -157,7 +159,7 @@ class OutputBuffer:
 
     @property
     def dropped(self) -> int:
-        """Number of bytes that are in neither."""
+        """Number of bytes that are neither in the head nor in the tail."""
         return self._seen - len(self._head) - len(self.tail)
 
 
@@ -189,7 +191,7 @@ class Outbox:
     def send(self, data: bytes) -> None:
         """Send `data` instead of any unsent data.
 
-        `sent` is called when all is sent, or the reader is gone.
+        `sent` is called when all data is sent, or the reader is gone.
         """
         self._unsent = memoryview(data)
         self._write()
@@ -222,7 +224,7 @@ class TappedStream:
         self._resting = False
 
     def open(self, output: OutputBuffer) -> None:
-        """Begin a call, whose output starts with the data since the last one."""
+        """Begin a call, whose output starts with the data since the last call."""
         self._idle.unwatch(self.fd)
         with self._lock:
             self._resting = False
@@ -236,8 +238,8 @@ class TappedStream:
         return read_some(self.fd, self._current, STEP_BYTES)
 
     def rest(self) -> None:
-        """End the call: data written so far belongs to it, later data to the next
-        one.
+        """End the call: data written so far belongs to this call, later data to the
+        next call.
         """
         read_some(self.fd, self._current, PIPE_BYTES)
         with self._lock:
@@ -263,8 +265,8 @@ def converse(
     stages: list[Callable[[], None]],
     stage_s: float = STAGE_S,
 ) -> tuple[Answer | None, bool]:
-    """Wait for an answer. When time runs out, run the `stages`, each of which has
-    `stage_s` seconds to cause an answer.
+    """Wait for an answer. When time runs out, run the `stages` one after another. Each
+    stage has `stage_s` seconds to cause an answer.
 
     Returns the answer, or None if the child has ended or no stage is left; and whether
     time ran out.

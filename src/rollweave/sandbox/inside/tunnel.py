@@ -17,8 +17,8 @@ from .calls import Call, Refused, Result
 from .http_proxy import CONNECTIONS, HttpProxy, ResponsePart
 
 BUSY_S = 30.0
-"""Maximum seconds until the previous long poll has ended; it ends at once unless the
-machine is overloaded.
+"""Maximum seconds until the previous long poll has ended; it ends immediately unless
+the machine is overloaded.
 """
 
 
@@ -42,8 +42,8 @@ class Tunnel:
             return {"port": self._proxy.port}, b""
 
     def next(self, call: Call) -> Result:
-        """`tunnel_next`: wait for an event and return it: numbers of requests that are
-        `disconnected`, or a part of a request.
+        """`tunnel_next`: wait for an event and return it. An event is the numbers of
+        requests that are `disconnected`, or a part of a request.
 
         The first part of a request has its `method`, `target` and `headers`; `more`
         says that another part follows.
@@ -53,8 +53,8 @@ class Tunnel:
             return self._opened().next(deadline, call.stop)
 
     def answer(self, call: Call) -> Result:
-        """`tunnel_answer`: send a part of the response to request `number`, the first
-        with `status` and `headers`.
+        """`tunnel_answer`: send a part of the response to request `number`. The first
+        part has `status` and `headers`.
         """
         self._opened().send(_response_part(call))
         return {}, b""

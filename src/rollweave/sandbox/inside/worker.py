@@ -1,5 +1,5 @@
-"""The process that runs the agent's cells, one after another, with IPython if that can
-be imported. Needs Python 3.9 and its standard library alone.
+"""The process that runs the agent's cells, one after another, with IPython if it can be
+imported. Needs Python 3.9 and its standard library alone.
 
 It receives a cell as a frame and answers with `result` and `error` (see `cells`).
 Invariants: every cell that returns is answered once; an interrupt is raised in the
@@ -27,7 +27,7 @@ TEXT_CHARS = 100_000
 """Maximum number of characters of a result, a message or a traceback."""
 
 RECEIVE_BYTES = 1 << 18
-"""Maximum number of bytes read from the socket at once."""
+"""Maximum number of bytes in one read from the socket."""
 
 Answer = dict[str, Any]
 
@@ -69,13 +69,15 @@ def serve(sock: socket.socket) -> None:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            if os.getpid() != us:  # the cell forked and returned twice, but there is one answer
+            if os.getpid() != us:  # the cell forked and returned twice, but must be answered once
                 os._exit(0)
             sock.sendall(pack({"id": header["id"], **answer}))
 
 
 class _Interrupts:
-    """A context in which SIGINT raises KeyboardInterrupt; outside it does nothing."""
+    """A context in which SIGINT raises KeyboardInterrupt. Outside the context, SIGINT
+    does nothing.
+    """
 
     def __init__(self) -> None:
         self.__exit__()
@@ -134,7 +136,7 @@ def _ipython() -> Callable[[str], Answer]:
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor" if version_info[0] >= 9 else "NoColor"
     shell: Any = InteractiveShell.instance(config=config)
-    shell.display_formatter.active_types = ["text/plain"]  # images are of no use here
+    shell.display_formatter.active_types = ["text/plain"]  # images would be of no use
     results: list[str] = []
     errors: list[dict[str, str]] = []
     hook = shell.displayhook
