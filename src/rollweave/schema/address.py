@@ -115,7 +115,7 @@ def ip_address(host: str) -> IpAddress | None:
 
 def split_host(text: str) -> tuple[str, int | None]:
     """Split `host` or `host:port`, as in a Host header, into the host in lower case and
-    the port, None where it has none.
+    the port (None without a port).
 
     An IPv6 address must be in brackets, and is returned without them. Raises
     ValueError.
@@ -199,6 +199,6 @@ class Hosts(Struct, frozen=True):
         around = [network for network in self.networks if address in network]
         return (
             any(network.num_addresses == 1 for network in around)
-            if any(address in one for one in METADATA)
+            if any(address in network for network in METADATA)
             else bool(around)
         )

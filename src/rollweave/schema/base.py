@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 def copied(value: T) -> T:
-    """Return a copy of a value as configurations and JSON have them: of its dicts and
-    lists, at every depth. Code of the user's gets copies, so that what it changes is
-    its own.
+    """Return a copy of a value from a configuration or JSON, which copies its dicts and
+    lists at every depth. The user's code gets copies, so that its changes affect
+    nothing else.
     """
     return cast(T, _copied(value))
 

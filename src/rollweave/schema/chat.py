@@ -12,7 +12,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 class ToolCall(Struct, frozen=True, kw_only=True):
     """The agent calls tool `name`.
 
-    `arguments` is a JSON object; `id` is what the tool's answer refers to.
+    `arguments` is a JSON object; the tool's answer refers to `id`.
     """
 
     id: str = ""
@@ -24,9 +24,9 @@ class Message(Struct, frozen=True, kw_only=True):
     """One message of a conversation. `tool_calls` belong to an assistant's message,
     `tool_call_id` and optionally `name` to a tool's.
 
-    `finish_reason` is "length" if a token limit cut what the agent sampled, else "".
-    Chat templates do not see it. `thoughts` are what an assistant thought before it
-    wrote the content; they stay in the content where the two are not divided.
+    `finish_reason` is "length" if a token limit cut the agent's turn, else "". Chat
+    templates do not see it. `thoughts` are an assistant's thoughts before the content;
+    they stay in the content where thoughts and content are not divided.
     """
 
     role: Role

@@ -24,7 +24,8 @@ class DrawTask(TaggedStruct, frozen=True, kw_only=True):
 
 class Continuation(Struct, frozen=True, kw_only=True):
     """An earlier attempt, lost with its worker or its controller, whose recorded turns
-    a new one uses, as far as weights up to `version` sampled them; all, if it is None.
+    a new attempt uses: the turns that weights up to `version` sampled, or all turns if
+    `version` is None.
     """
 
     attempt: int
@@ -38,9 +39,9 @@ class StartInit(TaggedStruct, frozen=True, kw_only=True):
     the attempt may also be lost with its worker (WorkerLost), and AttemptDelayed may
     come at any time, in RUN and EVAL, too.
 
-    With `continues`, a turn whose context is that of the earlier attempt's turn is
+    With `continues`, a turn with the same context as the earlier attempt's turn is
     answered by the recorded tokens, or continues after them; `initiated_version` is
-    then that of the earlier attempt.
+    then the earlier attempt's.
     """
 
     trajectory_id: TrajectoryId
@@ -67,12 +68,11 @@ class StartTurn(TaggedStruct, frozen=True, kw_only=True):
     TurnDone | TurnFailed | TurnReturned
 
     With `resume`, the turn continues after the tokens that earlier dispatches sampled,
-    as far as they are known. The core asks for this on an engine with the weights that
-    sampled them, and for a turn whose tokens a program has read already. Without it,
-    the turn starts over and those tokens are discarded.
-
-    With `prefill`, the engine only computes the KV of the context, and of those tokens,
-    which it keeps in its cache for `Migrate`. → PrefillDone | TurnFailed
+    as far as the tokens are known. The core sets `resume` on an engine with the weights
+    that sampled them, and for a turn whose tokens a program has read already. Without
+    `resume`, the turn starts over and earlier tokens are discarded. With `prefill`, the
+    engine only computes the KV of the context and of the earlier tokens, and keeps it
+    in its cache for `Migrate`. → PrefillDone | TurnFailed
     """
 
     trajectory_id: TrajectoryId
@@ -123,9 +123,9 @@ class CompareGroup(TaggedStruct, frozen=True, kw_only=True):
     """Compare members of a group by the pairwise judges of its task domain. →
     GroupCompared
 
-    `rewards` has the members with their other rewards, which the simulated world takes
-    for the final ones; the live world reads its store. `pairs` has the positions of
-    those that are compared.
+    `rewards` has the members with their other rewards. The simulated world takes these
+    for the final rewards; the live world reads its store. `pairs` has the positions of
+    the members to compare.
     """
 
     group_id: GroupId
@@ -135,7 +135,7 @@ class CompareGroup(TaggedStruct, frozen=True, kw_only=True):
 
 
 class CancelComparison(TaggedStruct, frozen=True, kw_only=True):
-    """The group is dropped: ask no more about it. No answer is owed."""
+    """The group is dropped: ask the judge no more about it. No answer is owed."""
 
     group_id: GroupId
 
@@ -152,9 +152,9 @@ class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Evict(TaggedStruct, frozen=True, kw_only=True):
-    """The scored trajectories among these will not be trained on again, and the others
-    will not be tried again: the store may discard their tokens, and the turn log their
-    records. No answer is owed.
+    """The scored trajectories among these will not be trained on again, and the
+    unscored trajectories will not be tried again: the store may discard their tokens,
+    and the turn log their records. No answer is owed.
     """
 
     trajectory_ids: tuple[TrajectoryId, ...]
@@ -193,7 +193,7 @@ class Predict(TaggedStruct, frozen=True, kw_only=True):
 
 class Harvest(TaggedStruct, frozen=True, kw_only=True):
     """The attempt is over after `output_tokens` sampled tokens: label the samples that
-    the predictor collected from it.
+    the predictor collected from the attempt.
 
     `output_tokens` is None for an attempt that was cut off, whose samples are
     discarded. No answer is owed.
@@ -266,8 +266,8 @@ class StageWeights(TaggedStruct, frozen=True, kw_only=True):
 
 class LoadWeights(TaggedStruct, frozen=True, kw_only=True):
     """Load published weights from memory of the engine's host, or from the checkpoint
-    of step `from_checkpoint`. Weights that are staged are swapped in; of weights that
-    are being staged, the answer to `StageWeights` comes first.
+    of step `from_checkpoint`. Staged weights are swapped in; for weights that are still
+    being staged, the answer to `StageWeights` comes first.
 
     → WeightsLoaded | WeightsLoadFailed | EngineLost
     """
@@ -309,8 +309,8 @@ class RemoveEngine(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RestartWorker(TaggedStruct, frozen=True, kw_only=True):
-    """Kill what is left of the rollout worker and start it again as `epoch` on this
-    host.
+    """Kill the rest of the rollout worker's process and start it again as `epoch` on
+    this host.
 
     → WorkerJoined | WorkerLost
     """
@@ -322,8 +322,8 @@ class RestartWorker(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RemoveWorker(TaggedStruct, frozen=True, kw_only=True):
-    """End the process, or kill what is left of it; it is not started again for now. No
-    answer is owed.
+    """End the process, or kill its rest; it is not started again for now. No answer is
+    owed.
     """
 
     worker_id: str
@@ -373,7 +373,7 @@ class RemoveRelay(TaggedStruct, frozen=True, kw_only=True):
 
 
 class GroupRef(Struct, frozen=True, kw_only=True):
-    """A buffered group, and the trajectories of it that are trained on."""
+    """A buffered group, and its trajectories that are trained on."""
 
     id: GroupId
     name: str
@@ -395,9 +395,8 @@ class TrainStep(TaggedStruct, frozen=True, kw_only=True):
 
 class MeasureRatios(TaggedStruct, frozen=True, kw_only=True):
     """Measure how far the trainer's weights, before mini-batch `part` of step `step`,
-    are from those that sampled these groups.
-
-    → RatiosMeasured | TrainFailed | TrainerLost
+    are from the weights that sampled these groups. → RatiosMeasured | TrainFailed |
+    TrainerLost
     """
 
     step: int
@@ -437,8 +436,8 @@ class RestartTrainer(TaggedStruct, frozen=True, kw_only=True):
     """Kill what is left of the trainer, start it as `epoch` and restore the checkpoint
     of step `step`, or start fresh (None).
 
-    If that checkpoint is damaged, the one of step `fallback` is restored, if there is
-    one. `ranks` are the places of its ranks. → TrainerReady | TrainerLost
+    If that checkpoint is damaged, the checkpoint of step `fallback` is restored, if
+    there is one. `ranks` are the places of its ranks. → TrainerReady | TrainerLost
     """
 
     epoch: int

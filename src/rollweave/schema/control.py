@@ -26,8 +26,8 @@ class AddEngines(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WithdrawEngine(TaggedStruct, frozen=True, kw_only=True):
-    """Remove this engine: once its trajectories are over (`drain`), or now, and they
-    continue elsewhere.
+    """Remove this engine: once its trajectories are over (`drain`), or now, so that
+    they continue elsewhere.
     """
 
     engine_id: EngineId

@@ -27,8 +27,8 @@ class ConfigError(RollweaveError, ValueError):
 class FieldError(ConfigError):
     """A field of the user's input must keep a rule, and does not.
 
-    `rule` follows the word "must". `got` is the value, "" if the rule says what is
-    there.
+    `rule` follows the word "must". `got` is the value, or "" if the rule describes the
+    value.
     """
 
     def __init__(self, field: str, rule: str, got: object = "") -> None:
@@ -44,9 +44,7 @@ class FieldError(ConfigError):
         return f"must {self.rule}" + ("" if self.got == "" else f", got {self.got}")
 
     def of(self, field: str) -> "FieldError":
-        """Return the error as one of another field, which took its value from the
-        user.
-        """
+        """Return the error for another field, from which the user's value came."""
         return FieldError(field, self.rule, self.got)
 
 
@@ -112,7 +110,7 @@ class KvError(RollweaveError):
 class CorruptJournalError(RollweaveError):
     """A file of the run is damaged before its torn tail.
 
-    `problem` says where, and `remedy` what the user can do.
+    `problem` names the place, and `remedy` what the user can do.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -123,7 +121,7 @@ class CorruptJournalError(RollweaveError):
 class DiskError(RollweaveError, OSError):
     """A file of the run cannot be written, for example because the disk is full.
 
-    What was written before is complete, and the run can be resumed.
+    Everything written before is complete, and the run can be resumed.
     """
 
     def __str__(self) -> str:
@@ -151,8 +149,8 @@ class SandboxLostError(SandboxError):
 
 
 class SandboxSpoiledError(SandboxLostError):
-    """The sandbox is unusable because of the code in it, which exceeded a limit or
-    ended its server, for example.
+    """The sandbox is unusable because of the code in it, for example because the code
+    exceeded a limit or ended the sandbox's server.
 
     The agent is to blame, so another attempt would not help.
     """

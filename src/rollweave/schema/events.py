@@ -20,7 +20,8 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
 
     `group` is the index of its group of engines in the configuration, from 0. It runs
     on `devices` of host number `host`, or on the CPU there. `pool` is the pool through
-    which it got this place: its group's, or a fallback of that; empty without one.
+    which it got this place: its group's pool or a fallback of this pool; empty without
+    a pool.
     """
 
     id: EngineId
@@ -43,11 +44,11 @@ class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     """The world is up for the first time, and starts the engines `engines`.
 
     A world with `serving` has no trainer and runs the rollouts that clients submit.
-    `hosts` are numbered from 0; without any, everything is on one host. The world
+    `hosts` are numbered from 0; without hosts, everything is on one host. The world
     starts a relay on each of the first `relays` hosts: r0, r1, …. `ranks` are the
-    trainer's. Attempts run in `workers`; without any, in the controller. `run_id`
-    identifies the run, so that its journal cannot be mistaken for that of another run,
-    and `life` the life of its controller.
+    trainer's. Attempts run in `workers`; without workers, in the controller. `run_id`
+    identifies the run, so that its journal cannot be mistaken for another run's, and
+    `life` the life of its controller.
     """
 
     engines: tuple[EngineSlot, ...]
@@ -64,9 +65,10 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     """The controller was restarted, and every process of the former world is gone
     (docs/decisions/0007).
 
-    Trajectories in flight start again as new attempts; `recorded` names those whose
-    turns are on disk (record/turn_log.py). Scored ones survive, except `missing`, which
-    the store lacks. `life` identifies the new life of the controller.
+    Trajectories in flight start again as new attempts; `recorded` names the
+    trajectories whose turns are on disk (record/turn_log.py). Scored trajectories
+    survive, except `missing`, which the store lacks. `life` identifies the new life of
+    the controller.
     """
 
     engines: tuple[EngineSlot, ...]
@@ -80,7 +82,7 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StopRequested(TaggedStruct, frozen=True, kw_only=True):
-    """The user asks for an orderly end: cancel what is in flight, save a checkpoint,
+    """The user asks for an orderly end: cancel everything in flight, save a checkpoint,
     finish.
 
     With `drain`, a service first completes the rollouts that were submitted.
@@ -148,8 +150,8 @@ class EnvReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AttemptDelayed(TaggedStruct, frozen=True, kw_only=True):
-    """The attempt still waits for what is not its own, such as an image: the limit of
-    its stage begins anew.
+    """The attempt still waits for something shared, such as an image: the time limit of
+    its stage begins again.
     """
 
     trajectory_id: TrajectoryId
@@ -160,7 +162,7 @@ class TurnRequested(TaggedStruct, frozen=True, kw_only=True):
     """The episode needs the agent's next message.
 
     `context_tokens` is the length of the prompt so far. If `streamed`, an agent program
-    reads the tokens while they are sampled, so that they should stand.
+    reads the tokens while they are sampled, so that they should not change.
     """
 
     trajectory_id: TrajectoryId
@@ -194,8 +196,8 @@ class TurnDone(TaggedStruct, frozen=True, kw_only=True):
 
 
 class PrefillDone(TaggedStruct, frozen=True, kw_only=True):
-    """The engine has cached the KV of the turn's context; of `cached_tokens` tokens it
-    had it before. The turn is sampled by another dispatch.
+    """The engine has cached the KV of the turn's context; the KV of `cached_tokens`
+    tokens was cached before. The turn is sampled by another dispatch.
     """
 
     trajectory_id: TrajectoryId
@@ -287,7 +289,7 @@ class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
 
 class GroupCompared(TaggedStruct, frozen=True, kw_only=True):
     """The members of a group have been compared, and their new rewards are in the
-    store. Members that are not in `rewards` have none, because of `error`.
+    store. Members that are not in `rewards` have no reward, because of `error`.
     """
 
     group_id: GroupId
@@ -338,10 +340,10 @@ class StepTime(Struct, frozen=True, kw_only=True):
 class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     """The process is ready, and stale until it has loaded weights. `profile` holds the
     step times that it measured, if requested; `stages`, `moves_kv`, `preempts` and
-    `lent` are those of `Ready`.
+    `lent` are as in `Ready`.
 
     `version` is the version of the weights that it serves already; only engines of a
-    service have one.
+    service have a version.
     """
 
     engine_id: EngineId
@@ -361,8 +363,8 @@ class Lender(Struct, frozen=True, kw_only=True):
 
     `kv_use` is the mean share of its KV memory that serving has used over the last hour
     or so, and `lent_to` the name of the run to which it is lent. It `takes` turns
-    unless serving needs all of it now; if it is `recalled`, it must be given back at
-    once.
+    unless serving needs all of it now; if it is `recalled`, it must be given back
+    immediately.
     """
 
     name: str
@@ -373,8 +375,8 @@ class Lender(Struct, frozen=True, kw_only=True):
 
 
 class LendersReported(TaggedStruct, frozen=True, kw_only=True):
-    """All serving engines that lend, or could; the heartbeat that renews the leases of
-    those that are borrowed.
+    """All serving engines that lend, or could. This heartbeat renews the leases of
+    borrowed engines.
     """
 
     lenders: tuple[Lender, ...]
@@ -382,7 +384,8 @@ class LendersReported(TaggedStruct, frozen=True, kw_only=True):
 
 class TurnReturned(TaggedStruct, frozen=True, kw_only=True):
     """A borrowed engine gave the turn back, because serving needs its memory or its
-    time. That is no failure: the turn continues elsewhere with the tokens that it has.
+    time. This is not a failure: the turn continues elsewhere with the tokens that it
+    has.
     """
 
     trajectory_id: TrajectoryId
@@ -415,7 +418,7 @@ class EngineSuspended(TaggedStruct, frozen=True, kw_only=True):
 
 class WeightsStaged(TaggedStruct, frozen=True, kw_only=True):
     """The engine has received and verified these weights, and still serves the former
-    ones.
+    weights.
     """
 
     engine_id: EngineId
@@ -425,7 +428,7 @@ class WeightsStaged(TaggedStruct, frozen=True, kw_only=True):
 
 class StagingFailed(TaggedStruct, frozen=True, kw_only=True):
     """The engine cannot receive these weights while it serves. It still serves the
-    former ones.
+    former weights.
     """
 
     engine_id: EngineId
@@ -444,7 +447,7 @@ class WeightsLoaded(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WeightsLoadFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The engine rejected the weights and still serves the former ones."""
+    """The engine rejected the weights and still serves the former weights."""
 
     engine_id: EngineId
     epoch: int
@@ -495,7 +498,7 @@ class WorkerJoined(TaggedStruct, frozen=True, kw_only=True):
 class WorkerLost(TaggedStruct, frozen=True, kw_only=True):
     """The process is gone or hangs. This one event ends all attempts that it had; their
     ends are stored already. `recorded` names the trajectories whose attempts there have
-    turns on disk (record/turn_log.py), so that the next ones may continue them.
+    turns on disk (record/turn_log.py), so that the next attempts may continue them.
     """
 
     worker_id: str
@@ -587,10 +590,9 @@ class FetchFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
-    """A trainer process is up at training step `step`: 0 for a fresh one, else the step
-    of the restored checkpoint.
-
-    `note` says why this is not the checkpoint that was requested first.
+    """A trainer process is up at training step `step`: 0 for a fresh trainer, else the
+    step of the restored checkpoint. `note` says why another checkpoint than requested
+    was restored.
     """
 
     epoch: int

@@ -1,5 +1,5 @@
-"""The text of an exception that user code has raised, and what two texts of the same
-failure have in common.
+"""The text of an exception that user code has raised, and the part that texts of the
+same failure have in common.
 """
 
 import re
@@ -11,20 +11,19 @@ _VARIABLE = re.compile(r"[\d/\\]")
 
 def raised(method: str, kind: str, text: str, place: str) -> str:
     """Say that `method` raised an exception of class `kind` with `text`. `place` is the
-    line of code that it came from, `FILE:LINE`, or "" if it is not known.
+    line of code that raised it, `FILE:LINE`, or "" if the line is not known.
     """
     return f"{method} raised {kind}: {text}" + (f" ({place})" if place else "")
 
 
 def failure_kind(text: str) -> str:
-    """Return what attempts that fail in the same way have in common, although each
-    names its own task, file or number.
+    """Return the part of the text that attempts have in common if they fail in the same
+    way, although each text names its own task, file or number.
 
-    For what `raised` says with a place, these are the method, the exception's class and
+    For a text of `raised` with a place, this is the method, the exception's class and
     the place. Any other text is reduced to its last line, since a traceback ends with
-    its exception, and from this line to its words: without what is quoted, and without
-    words that contain a digit or a slash. If no word is left, the text is all that it
-    has in common with others.
+    its exception, and this line to its words, without quoted parts and without words
+    that contain a digit or a slash. If no word is left, the whole text is returned.
     """
     method, _, rest = text.partition(" raised ")
     kind, _, rest = rest.partition(": ")

@@ -1,9 +1,9 @@
 """Hosts as the core knows them, their devices, and the messages between the controller
 and the agent of a host (`runtime/hosts`).
 
-An agent opens one connection for its own messages, which begins with `JoinHost`, and
-one for each process that it starts, which begins with `AttachProcess` and then carries
-the process's own frames.
+An agent opens one connection for its own messages, which begins with `JoinHost`. For
+each process that it starts, it opens another connection, which begins with
+`AttachProcess` and then carries the process's own frames.
 """
 
 import re
@@ -65,7 +65,7 @@ class Programs(Struct, frozen=True, kw_only=True):
 
 class Share(Struct, frozen=True, kw_only=True):
     """The share of its host that a process gets: it computes with `threads` threads,
-    and sees no GPUs but `devices`; None stands for all that its agent sees.
+    and sees no GPUs but `devices`; None stands for all GPUs that its agent sees.
     """
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_THREADS)] = 1
@@ -76,9 +76,9 @@ class HostSlot(Struct, frozen=True, kw_only=True):
     """A host of the world, by its number in this run.
 
     `devices` are the indices of its GPUs, `pools` the pools that it belongs to. `slots`
-    is the number of processes on its CPUs that it offers to a pool, for pools that it
-    offers a limited amount of. Hosts of the same `machine` share its memory: on one
-    machine, several of its addresses may stand for hosts.
+    is the number of processes on its CPUs that it offers to a pool, for pools with a
+    limited amount. Hosts of the same `machine` share its memory: several addresses of
+    one machine may stand for hosts.
     """
 
     number: int
@@ -111,8 +111,8 @@ class Device(Struct, frozen=True, kw_only=True):
 class Resources(Struct, frozen=True, kw_only=True):
     """The resources of a host.
 
-    `labels` are those that the user names, as in Ray, with their amounts; an infinite
-    one is not limited.
+    `labels` are the resources that the user names, as in Ray, with their amounts; an
+    infinite amount is not limited.
     """
 
     cpus: int
@@ -127,7 +127,7 @@ class JoinHost(TaggedStruct, frozen=True, kw_only=True):
     `package` is the version of Rollweave there; `address` is the IP address at which
     other hosts reach this one. The host runs modules and files of the user only with
     `user_code`, passes on the environment variables `variables` and no others, and, if
-    it `lends` an engine, starts no programs but that engine and a relay.
+    it `lends` an engine, starts only this engine and a relay.
     """
 
     name: str
@@ -145,7 +145,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 
 def wrong_name(name: str) -> str:
     """Return the rule that this name of a host breaks, with the name; "" if it breaks
-    none.
+    no rule.
     """
     if _is_name(name, NAME_CHARS):
         return ""
@@ -153,8 +153,8 @@ def wrong_name(name: str) -> str:
 
 
 def wrong_offer(joined: JoinHost) -> str:
-    """Return the line with which a host is refused whose offer is not bounded and
-    printable, since logs, terminals and files show it; "" if it may be shown.
+    """Return the line that refuses a host whose offer is not bounded and printable,
+    since logs, terminals and files show the offer; "" if the offer may be shown.
     """
     if wrong := wrong_name(joined.name):
         return f"the name of a host {wrong}"
@@ -204,7 +204,7 @@ class AttachProcess(TaggedStruct, frozen=True, kw_only=True):
     process: int
     key: bytes
     """The key of the `StartProcess` that this answers. It distinguishes connections of
-    this membership from those of earlier ones.
+    this membership from connections of earlier memberships.
     """
 
 
@@ -320,9 +320,9 @@ JOIN_S = 600.0
 class AgentSpec(Struct, frozen=True, kw_only=True):
     """An agent that a launcher starts; see `runtime/hosts/agent.HostAgent`.
 
-    It offers `labels`, and `cpus` cores and the GPUs `devices`; None stands for all
-    that it sees. The user of the run has started it, so it runs the user's code, and
-    passes on `variables`.
+    It offers `labels`, and `cpus` cores and the GPUs `devices`; None stands for
+    everything that the agent sees. The user of the run has started it, so it runs the
+    user's code, and passes on `variables`.
     """
 
     name: str
@@ -346,9 +346,9 @@ class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartAgents(TaggedStruct, frozen=True, kw_only=True):
-    """Start an agent on every node of the cluster, and keep one there; or, with
-    `hosts`, on so many nodes. These include, for each of the `labels`, a node that has
-    it.
+    """Start an agent on every node of the cluster, and restart an agent that ends; or,
+    with `hosts`, on this number of nodes. For each of the `labels`, the nodes include a
+    node that has it.
     """
 
     controller: tuple[str, int]
@@ -368,8 +368,8 @@ RayCommand = ConnectRay | StartAgents | StopAgents
 
 
 class RayConnected(TaggedStruct, frozen=True, kw_only=True):
-    """`address` is that of this machine's node, `hosts` the number of nodes that can
-    have an agent.
+    """`address` is the address of this machine's node, `hosts` the number of nodes that
+    can have an agent.
     """
 
     address: str

@@ -1,16 +1,15 @@
 """Messages about images of sandboxes between rollout workers and the controller, from
 which each worker learns the hosts that have an image (`core/policy/images.py`).
 
-A `key` names an image before its digest is known: that of a recipe, or a digest.
+A `key` names an image even before its digest is known: it is the key of a recipe, or a
+digest.
 """
 
 from rollweave.schema.base import Struct, TaggedStruct
 
 
 class ImagePeer(Struct, frozen=True, kw_only=True):
-    """A worker from which others fetch images: its URL, and the token that it asks
-    for.
-    """
+    """A worker from which others fetch images: its URL, and the token for it."""
 
     host: str
     """Name of its host."""

@@ -23,8 +23,8 @@ class Need(Struct, frozen=True, kw_only=True):
 
     `setting` is the key that changes it most directly. If `in_turn`, the memory of a
     colocated run is freed while the processes of the other kind have the devices. If
-    `at_restart`, it is needed only once a process starts again, which begins beside the
-    engines.
+    `at_restart`, the memory is needed only when a process starts again while the
+    engines have theirs.
     """
 
     what: str
@@ -41,6 +41,8 @@ def interpreter(*, setting: str) -> Need:
 
 
 def computing(device: str, *, setting: str) -> list[Need]:
-    """Return the needs of a process that computes on a device, beside its tensors."""
+    """Return the needs of a process that computes on a device, in addition to its
+    tensors.
+    """
     cuda = [Need(what="CUDA", nbytes=CUDA_BYTES, setting=setting)] if device == "cuda" else []
     return [*cuda, interpreter(setting=setting)]

@@ -1,10 +1,10 @@
-"""Encode values as MessagePack or JSON, whatever they hold: the last defense of what is
-stored and sent.
+"""Encode values as MessagePack or JSON, whatever they hold: the last defense of stored
+and sent data.
 
 Text is made valid where it enters (`schema/text.py`). A value that slips through must
 not end the process that stores or sends it. So a value that the encoder rejects is
 repaired and encoded again: a surrogate becomes U+FFFD, and an integer beyond 64 bits
-the nearest one within.
+the nearest 64-bit integer.
 """
 
 from typing import Any

@@ -84,7 +84,7 @@ class PredictorReport(Struct, frozen=True, kw_only=True):
     """`processed` messages since the start, with the answers to all requests among
     them.
 
-    `failed` counts fits and predictions that failed since the start, and `fits` those
+    `failed` counts fits and predictions that failed since the start, and `fits` the
     fits that succeeded, in `fit_s` seconds altogether. `pairs` is the number of pairs
     available for training.
     """
@@ -102,7 +102,7 @@ class PredictorStats(Struct, frozen=True, kw_only=True):
     pending, or `lost` with a predictor that died.
 
     `dropped` requests were not sent, because too many were pending or no predictor was
-    running. `failed` counts fits and predictions, which were replaced by other numbers.
+    running. `failed` counts the fits and predictions that failed and were replaced.
     Latencies from request to answer are in milliseconds; `fit_s` is the total of all
     fits, in seconds.
     """

@@ -28,8 +28,8 @@ class StartWorker(TaggedStruct, frozen=True, kw_only=True):
     `CONSTRUCTION`.
 
     `worker` refers to its class: "package.module:Class" or "/path/to/script.py:Class".
-    `address` is that of its host. `devices` are its GPUs as their host numbers them,
-    and `hardware` is what was requested for it.
+    `address` is its host's address. `devices` are its GPUs as their host numbers them,
+    and `hardware` is the hardware that was requested for it.
     """
 
     worker: str

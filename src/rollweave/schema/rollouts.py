@@ -46,7 +46,7 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     waiting_limit: int
 
 
-# Commands, beside those of the core.
+# Commands, in addition to the core's.
 
 
 class AnswerTurn(TaggedStruct, frozen=True, kw_only=True):
@@ -66,8 +66,8 @@ class AnswerTurn(TaggedStruct, frozen=True, kw_only=True):
 class StreamTurn(TaggedStruct, frozen=True, kw_only=True):
     """Tokens that an engine has sampled of a turn with `TurnAsked.streamed`.
 
-    A delta continues the one before, unless it starts at 0: then the turn has begun
-    anew. The last tokens come with the answer.
+    A delta continues the delta before it, unless it starts at 0: then the turn has
+    begun again. The last tokens come with the answer.
     """
 
     trajectory_id: TrajectoryId
@@ -89,7 +89,7 @@ RolloutWorkerCommand = RolloutCommand | GrantImage | StopRolloutWorker
 """Messages to the process of a worker."""
 
 
-# Reports, beside the events of the core that a worker sends itself.
+# Reports, in addition to the core's events that a worker sends itself.
 
 
 class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
@@ -104,8 +104,8 @@ sent again.
 """
 
 PAYLOAD_BYTES = 6 << 20
-"""Maximum number of bytes of a request to a service: what AWS Lambda accepts, the least
-of the common platforms. RollArt §7.5 has requests of up to 5.2 MB.
+"""Maximum number of bytes of a request to a service: the limit of AWS Lambda, the
+lowest of the common platforms. RollArt §7.5 has requests of up to 5.2 MB.
 """
 
 SERVICE_CALLS = 64

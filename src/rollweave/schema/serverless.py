@@ -25,7 +25,7 @@ class DeployedRole(TaggedStruct, frozen=True, kw_only=True):
 
 
 class DeployFunctions(TaggedStruct, frozen=True, kw_only=True):
-    """Deploy functions on the Ray cluster at `address`, or on one of this machine
+    """Deploy functions on the Ray cluster at `address`, or on a cluster of this machine
     alone. Answered by `FunctionsDeployed` or `DeployFailed`.
 
     `owner` distinguishes the applications of runs and programs, and `secret` is part of
@@ -49,7 +49,7 @@ class FunctionsDeployed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class DeployFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The functions could not be deployed; none of them is left on the cluster."""
+    """The functions could not be deployed; no function is left on the cluster."""
 
     error: str
 

@@ -69,7 +69,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """Several requests that are accepted all or none."""
+    """Several requests, of which either all or none are accepted."""
 
     rollouts: tuple[RolloutRequest, ...]
 
@@ -94,7 +94,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
 
 class RolloutStatus(Struct, frozen=True, kw_only=True):
     """The state of a rollout. `state` is queued or running, and done once all members
-    are.
+    are done.
 
     `waits_for` says why the rollout waits if no engine serves.
     """
@@ -144,7 +144,7 @@ class Handlers(Struct, frozen=True, kw_only=True):
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
     """Register an engine at `address` (http://host:port) that speaks `dialect` and
-    serves `slots` turns at once.
+    serves `slots` turns at the same time.
 
     `token` is its bearer token, if it requires one; no response of the service contains
     it.

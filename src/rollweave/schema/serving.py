@@ -19,8 +19,8 @@ DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
 
 
 COLDEST: Final = 1e-30
-"""Minimum temperature above 0: logits that are divided by a smaller one overflow
-float32.
+"""Minimum temperature above 0: logits that are divided by a smaller temperature
+overflow float32.
 """
 
 
@@ -35,12 +35,13 @@ class Constraint(Struct, frozen=True, kw_only=True):
 
 class Adjustments(Struct, frozen=True, kw_only=True):
     """Changes of the distribution from which a turn is sampled, as OpenAI's and vLLM's
-    APIs define them. They change no log-prob, and no turn that is trained on has any.
+    APIs define them. They change no log-prob, and turns that are trained on have no
+    adjustments.
 
-    `bias` is added to the logits of tokens. Of a sequence of `banned` tokens, the last
-    is never sampled after the others. Tokens that are less than `min_p` times as
-    likely as the likeliest are not sampled. No token that ends the turn is sampled
-    before `min_tokens`; with `ignores_eos`, only those end it that the request names.
+    `bias` is added to the logits of tokens. The last token of a `banned` sequence is
+    never sampled after the others. Tokens that are less than `min_p` times as likely as
+    the likeliest are not sampled. No token that ends the turn is sampled before
+    `min_tokens`; with `ignores_eos`, only tokens that the request names end the turn.
     """
 
     min_p: float = 0.0
@@ -76,14 +77,14 @@ TokenChances = tuple[tuple[int, float], ...]
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """Sampling parameters. `logprobs` are always those of the sampled token at
+    """Sampling parameters. `logprobs` always belong to the sampled token at
     `temperature`, before any restriction.
 
     `temperature` 0 is greedy, with log-probs at temperature 1. `allowed` restricts
-    sampling to these token ids; empty means no restriction. `constraint` restricts it
-    to tokens with which the text can be what it describes. Randomness is keyed by
-    `(seed, position)`, so a request's tokens do not depend on the rest of the batch.
-    Only the embedded engine makes `adjustments`.
+    sampling to these token ids; empty means no restriction. `constraint` restricts
+    sampling to tokens with which the text can have the described form. Randomness is
+    keyed by `(seed, position)`, so a request's tokens do not depend on the rest of the
+    batch. Only the embedded engine makes `adjustments`.
     """
 
     temperature: float = 1.0
@@ -201,9 +202,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     result. If they already end the turn, nothing is sampled. With `prompt_logprobs`,
     the result also has the log-probs of the prompt's tokens. `top_logprobs` is the
     number of likeliest tokens that are reported for each token of the answer, and for
-    each of the prompt's whose log-prob is; the embedded engine reports them, and for
-    the answer also the tokens `logprob_ids`. An engine that records
-    routes returns those of the tokens from `routes_from` on.
+    each token of the prompt whose log-prob is reported; only the embedded engine
+    reports them, and for the answer also the tokens `logprob_ids`. An engine that
+    records routes returns the routes of the tokens from `routes_from` on.
     """
 
     id: str
@@ -226,12 +227,13 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     `generate_s` is the time in a slot while the engine was not suspended.
     `first_token_s` is the time from the request's arrival to its first token, 0 if the
     engine does not say. `resumed_tokens` of the tokens were in the request; it is 0 if
-    an engine that cannot resume started the turn over. `prompt_logprobs` are those of
-    the prompt's tokens from the second on, at temperature 1, if they were requested.
-    `top_logprobs` and `prompt_top_logprobs` have the reported tokens for each of the
-    same. `routes` are those of prompt and answer from an engine that records them: not
-    of the last token, which the model has not processed. `prompt_tokens` is the
-    engine's own count of the prompt, 0 if it does not say.
+    an engine that cannot resume started the turn over. `prompt_logprobs` are the
+    log-probs of the prompt's tokens from the second on, at temperature 1, if they were
+    requested. `top_logprobs` and `prompt_top_logprobs` have the reported alternatives
+    for each token of the answer and of the prompt. `routes` are the routes of prompt
+    and answer from an engine that records them, without the last token, which the model
+    has not processed. `prompt_tokens` is the engine's own count of the prompt, 0 if it
+    does not say.
     """
 
     id: str
@@ -280,9 +282,9 @@ class KvPort(TaggedStruct, frozen=True, kw_only=True):
 
 
 class KvHeld(TaggedStruct, frozen=True, kw_only=True):
-    """KV that an inference server holds until another one has read it: what the
-    exporting server answered, as JSON, which the importing one gets with its request.
-    It says when the lease of the KV ends.
+    """KV that an inference server holds until another server has read it: the exporting
+    server's answer, as JSON, which the importing server gets with its request. The
+    answer says when the lease of the KV ends.
     """
 
     parameters: str
@@ -300,7 +302,7 @@ class KvManifest(Struct, frozen=True, kw_only=True):
     (engine/planner/blocks.py). `layout` names the order of the payload's bytes, and
     `model` is a digest of everything else that the numbers depend on. `digests` are the
     xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks except the last. KV
-    that servers move themselves has none, and no bytes are counted.
+    that servers move themselves has no digests, and its bytes are not counted.
     """
 
     id: str
@@ -352,7 +354,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     """A sample of an engine's state.
 
     Times are in seconds since the engine started, and token counts are totals since
-    then. `lending` is that of an engine that lends its slack.
+    then. `lending` is set for an engine that lends its slack.
     """
 
     version: int
@@ -436,7 +438,7 @@ class ReleaseKv(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Suspend(TaggedStruct, frozen=True, kw_only=True):
-    """Take no further step until `Resume`. Requests stay, and new ones queue. With
+    """Take no further step until `Resume`. Requests stay, and new requests queue. With
     `release`, give back the memory of weights and KV, too, until weights are loaded.
 
     Answered by `Suspended`.
@@ -450,8 +452,8 @@ class Resume(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Stage(TaggedStruct, frozen=True, kw_only=True):
-    """Receive and verify the weights in the background, beside those in use, for a
-    `Load` of the same manifest. A version that is staged already is dropped.
+    """Receive and verify the weights in the background, next to the weights in use, for
+    a `Load` of the same manifest. A version that is staged already is dropped.
 
     Answered by `Staged` or `StageFailed`.
     """
@@ -460,7 +462,7 @@ class Stage(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Load(TaggedStruct, frozen=True, kw_only=True):
-    """Swap the weights in, which are verified first unless they are staged. The live KV
+    """Swap the weights in. They are verified first unless they are staged. The live KV
     is recomputed under them.
 
     Answered by `Loaded` or `LoadFailed`.
@@ -485,7 +487,7 @@ class Stats(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Beat(TaggedStruct, frozen=True, kw_only=True):
-    """Answer by `Beating` now, and not between two steps."""
+    """Answer by `Beating` immediately, without waiting for the end of a step."""
 
 
 class Shutdown(TaggedStruct, frozen=True, kw_only=True):
@@ -520,8 +522,8 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     `profile` holds its decode step times by increasing batch size, if
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
     copy of the weights, and so can receive them while it generates; `moves_kv`, if it
-    can export and import KV; `preempts`, if a request takes the slot of one of lower
-    rank; `lent`, if a serving engine lends it.
+    can export and import KV; `preempts`, if a request takes the slot of a request of
+    lower rank; `lent`, if a serving engine lends it.
     """
 
     version: int
@@ -571,7 +573,7 @@ fewer than a reader notices.
 
 class Progress(TaggedStruct, frozen=True, kw_only=True):
     """The tokens sampled since the last `Progress`, for all live requests with
-    `Add.report_s`; the shortest of these is the time between two messages.
+    `Add.report_s`; the shortest `report_s` is the time between two messages.
 
     No delta follows a request's result.
     """
@@ -622,7 +624,7 @@ class Sampled(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Beating(TaggedStruct, frozen=True, kw_only=True):
-    """A heartbeat: the engine has been doing this for so many seconds; "" if it does
+    """A heartbeat: what the engine is doing, and for how many seconds; "" if it does
     nothing.
     """
 
@@ -691,10 +693,10 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
 
     With `scaled_logprobs`, requests have temperatures other than 0 and 1, at which
     their log-probs must be. The server must be ready within `start_s`, and answer each
-    control call within `control_s`. With `addresses`, it is not started: the engine
-    leases one of the servers there as `holder`, with their `token`; it must compute
-    sequences of `context` tokens. With `moves_kv`, it exchanges KV with others of its
-    kind.
+    control call within `control_s`. With `addresses`, no server is started: the engine
+    leases one of the servers there as `holder`, with their `token`; the server must
+    compute sequences of `context` tokens. With `moves_kv`, the server exchanges KV with
+    other servers of its kind.
     """
 
     kind: ServerName
@@ -712,16 +714,16 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def is_ours(self) -> bool:
-        """True if neither an interpreter nor options are the user's: these may name
-        files of code.
+        """True if neither the interpreter nor the options are the user's, which may
+        name files of code.
         """
         return bool(self.addresses) or (self.python == SERVER_PYTHON and not self.args)
 
 
 class LendSpec(Struct, frozen=True, kw_only=True):
-    """The slack that a serving engine lends to a run: whose engine process connects to
-    `socket`, the limits of its own requests (infinite if there is none), and the size
-    of a page of KV.
+    """The slack that a serving engine lends to a run: the run's engine process connects
+    to `socket`. Also the latency limits of the serving engine's own requests (infinite
+    if there is no limit), and the size of a page of KV.
     """
 
     socket: str
@@ -734,16 +736,16 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     """The settings of one engine. `model` is a checkpoint directory; `deterministic`
     trades speed for results that do not depend on the batch, bit for bit.
 
-    `version` is the version of the checkpoint's own weights, or -1 if none are served
-    before others are loaded. With `profile`, the engine measures its decode steps
-    before it is ready. If `released`, it begins without memory for weights and KV, as
-    after `Suspend.release`, and measures nothing. `kv_host` is the address on which it
-    exports KV over TCP. With `server`, an inference server computes instead of our
-    engine. With `lora_scale`, new versions are adapters of `model`, whose output is
-    multiplied by it. On a GPU, `paged_attention` uses a kernel that reads KV where it
-    lies, and `cuda_graphs` replays recorded decoding steps; neither is used if
-    `deterministic`. With `routes`, results have the routes of their tokens.
-    With `lend`, the engine's process lends what its requests leave.
+    `version` is the version of the checkpoint's own weights, or -1 if no weights are
+    served before others are loaded. With `profile`, the engine measures its decode
+    steps before it is ready. If `released`, it begins without memory for weights and
+    KV, as after `Suspend.release`, and measures nothing. `kv_host` is the address on
+    which it exports KV over TCP. With `server`, an inference server computes instead of
+    our engine. With `lora_scale`, new versions are adapters of `model`, whose output is
+    multiplied by this scale. On a GPU, `paged_attention` uses a kernel that reads KV in
+    place, and `cuda_graphs` replays recorded decoding steps; neither is used if
+    `deterministic`. With `routes`, results have the routes of their tokens. With
+    `lend`, the engine's process lends the slack that its requests leave.
     """
 
     id: EngineId

@@ -1,5 +1,6 @@
 """The present state of a run as its file `status.json` has it, which a living run
-replaces every `STATUS_S` seconds: what works, what waits, for what, and for how long.
+replaces every `STATUS_S` seconds: which parts work, which parts wait, for what, and for
+how long.
 
 Times are in seconds of the run's clock, except `written_at`.
 """
@@ -16,9 +17,9 @@ class WaitStatus(Struct, frozen=True, kw_only=True):
     """The wait of `waiter` for `target`, since `seconds`.
 
     `what` describes what `target` does, or what it lacks. `count` is the number of
-    those that wait, `seconds` is that of the longest wait, and `oldest` names it. It is
-    ended, or acted on, after `limit_s`, and usually takes `usual_s`; 0 means that there
-    is no such number.
+    waiters, `seconds` is the length of the longest wait, and `oldest` names its waiter.
+    A wait is ended, or acted on, after `limit_s`, and usually takes `usual_s`; 0 means
+    that there is no such number.
     """
 
     waiter: str
@@ -34,7 +35,7 @@ class WaitStatus(Struct, frozen=True, kw_only=True):
 class EngineState(Struct, frozen=True, kw_only=True):
     """An engine: its status since `seconds`, the version of its weights (-1 for none),
     its turns and the number of turns that it can run at once. It is `lent` if it
-    computes beside the model of a serving engine.
+    computes next to the model of a serving engine.
     """
 
     id: str

@@ -17,8 +17,8 @@ class TrainOn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Measure(TaggedStruct, frozen=True, kw_only=True):
-    """Measure how far the current weights are from those that sampled these groups,
-    before mini-batch `part` of step `step`.
+    """Measure how far the current weights are from the weights that sampled these
+    groups, before mini-batch `part` of step `step`.
 
     The trainer's state does not change. Answered by `Measured` or `TrainFailed`.
     """

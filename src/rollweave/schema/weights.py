@@ -95,17 +95,17 @@ class PartSource(Struct, frozen=True, kw_only=True):
 
 
 class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
-    """Fetch a version from `source` or, if that is None, from this host's memory at
+    """Fetch a version from `source` or, if `source` is None, from this host's memory at
     `manifest.location`, where the trainer put it.
 
-    If the version is in parts, `parts` are those that do not come from `source`: each
-    relay reads those of its own host, and the relay that puts the version together
-    fetches those of all other hosts, which serve them (`ServePart`). A relay serves a
-    part as soon as it has it.
+    If the version is in parts, `parts` are the parts that do not come from `source`:
+    each relay reads the parts of its own host, and the relay that puts the version
+    together fetches the parts of all other hosts, which serve them (`ServePart`). A
+    relay serves a part as soon as it has the part.
 
     With `base_id`, only the changes since that version are transferred. A partly
-    received version resumes from another source where it stopped. Versions that are
-    neither in `keep` nor this one are evicted. Answered by `VersionFetched` or
+    received version resumes from another source where it stopped. Versions other than
+    this version and `keep` are evicted. Answered by `VersionFetched` or
     `VersionFailed`. A version from this host's memory is passed on in pieces of about
     `chunk_bytes`; other relays keep the pieces of their source.
     """
@@ -179,10 +179,8 @@ HEARTBEAT_S = 0.2
 
 class RelayHeartbeat(TaggedStruct, frozen=True, kw_only=True):
     """Sent every `HEARTBEAT_S` seconds, so that a hung relay can be distinguished from
-    a working one.
-
-    `received` of `whole` bytes have arrived of the version that it fetches; both are 0
-    if it fetches none.
+    a working relay. `received` of `whole` bytes have arrived of the version that it
+    fetches; both are 0 if it fetches no version.
     """
 
     received: int = 0

@@ -78,8 +78,8 @@ reward of 0.
 
 
 class Decoding(Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a rollout that override those of the service; None keeps
-    the service's.
+    """Sampling parameters of a rollout that override the service's; None keeps the
+    service's value.
     """
 
     temperature: float | None = None
@@ -148,8 +148,8 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> TaskContent:
-        """The seed and the payload: the same for each time that a task domain's task is
-        drawn, while `id` is that of the draw.
+        """The seed and the payload: they are the same each time that a task domain's
+        task is drawn, while `id` belongs to the draw.
         """
         return self.seed, self.payload
 
@@ -192,7 +192,8 @@ class TurnSpan(Struct, frozen=True, kw_only=True):
 
 class Routes(Struct, frozen=True, kw_only=True):
     """The experts to which a mixture-of-experts model routed the tokens `[start, end)`
-    of a sequence: in each of `layers` layers, those with the `top_k` highest scores.
+    of a sequence: in each of `layers` layers, the experts with the `top_k` highest
+    scores.
 
     `data` has their numbers by token, layer and rank, in one byte each, or in two
     (little endian) if the model has more than 256. Layers without experts have zeros.
@@ -213,7 +214,7 @@ class Routes(Struct, frozen=True, kw_only=True):
             )
 
     def between(self, start: int, end: int) -> "Routes | None":
-        """Return the part for tokens in `[start, end)`, or None if there is none."""
+        """Return the part for tokens in `[start, end)`, or None if it is empty."""
         start, end = max(start, self.start), min(end, self.end)
         if start >= end:
             return None
@@ -230,8 +231,8 @@ class Routes(Struct, frozen=True, kw_only=True):
 
 
 def with_routes(known: tuple[Routes, ...], later: Routes | None) -> tuple[Routes, ...]:
-    """Return the `known` routes of a sequence and those of `later` that follow them. Of
-    two that are recorded of a token, the first is the one under which it was sampled.
+    """Return the `known` routes of a sequence and the part of `later` that follows
+    them. If two routes are recorded for a token, it was sampled under the first.
     """
     if later is not None:
         later = later.between(known[-1].end if known else 0, later.end)
@@ -239,7 +240,7 @@ def with_routes(known: tuple[Routes, ...], later: Routes | None) -> tuple[Routes
 
 
 class SequenceCause(enum.StrEnum):
-    """Why a sequence of an agent program began, instead of another one growing."""
+    """Why a sequence of an agent program began, instead of another sequence growing."""
 
     FIRST = "first"
     NEW_CONVERSATION = "new_conversation"  # it shares neither user messages nor answers
@@ -261,8 +262,8 @@ class Ignored(Struct, frozen=True, kw_only=True):
     """A field of an agent program's requests that was not honored, since neither the
     model nor its chat template can read it.
 
-    `field` has `*` for the numbers of messages and parts; `value` is the first one, as
-    text; `action` is what became of it; `requests` counts the requests that had it.
+    `field` has `*` for the numbers of messages and parts; `value` is the first value,
+    as text; `action` is how it was handled; `requests` counts the requests that had it.
     """
 
     field: str
@@ -280,8 +281,8 @@ class Origin(Struct, frozen=True, kw_only=True):
     earlier sequence from which it departs, counted from 0, or -1.
 
     `message` is the first message that differs from that sequence's, counted from 0, or
-    -1, and `role` is its role. `arguments` are those that its requests gave the chat
-    template beside the run's, as JSON; "" without any.
+    -1, and `role` is its role. `arguments` are the arguments that its requests gave the
+    chat template in addition to the run's, as JSON; "" without arguments.
     """
 
     cause: SequenceCause
@@ -301,9 +302,10 @@ class Origin(Struct, frozen=True, kw_only=True):
 
 class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
-    sampled, and 0.0 outside output segments. `teacher` has those of a teacher, or is
-    empty without one. `routes` are known of some tokens, or of none. `origin` says why
-    an agent program's sequence began; a sequence of an environment has none.
+    sampled, and 0.0 outside output segments. `teacher` has a teacher's log-probs, or is
+    empty without a teacher. `routes` may be known for all, some or no tokens. `origin`
+    says why an agent program's sequence began; a sequence of an environment has no
+    origin.
 
     Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
     len(tokens)`; output segments carry a version of at least 0; routes are ascending
@@ -387,7 +389,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
     `rewards` has the components of the reward, unweighted and by name, if the task
     domain has several. `ignored` are the fields of an agent program's requests that had
-    no effect. `result` holds what else the handler returns, as JSON
+    no effect. `result` holds any further result of the handler, as JSON
     (`envs/handlers/base.py`), or "".
     """
 
@@ -419,7 +421,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
 class Comparison(Struct, frozen=True, kw_only=True):
     """A comparison of an attempt with another member of its group, by the pairwise
-    judge `reward`. `points` are the attempt's, from 0 to 1; None if it failed.
+    judge `reward`. `points` are the attempt's points, from 0 to 1; None if the
+    comparison failed.
     """
 
     reward: str
@@ -430,11 +433,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class Unscored(Struct, frozen=True, kw_only=True):
-    """An attempt of which some rewards failed or are to come, with what they are
-    computed from.
-
-    `missing` names them. `reward` is that of the environment, and `stop_reason` says
-    why the rollout ended. `comparisons` are those by the pairwise judges that failed.
+    """An attempt whose rewards partly failed or are still to come, with the data from
+    which they are computed. `missing` names these rewards. `reward` is the
+    environment's, and `stop_reason` says why the rollout ended. `comparisons` are the
+    comparisons by pairwise judges that failed.
     """
 
     missing: tuple[str, ...]
