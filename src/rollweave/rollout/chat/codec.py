@@ -1,5 +1,5 @@
-"""Token-exact multi-turn chat: messages become tokens once, and what the engine sampled
-is never tokenized again.
+"""Token-exact multi-turn chat: messages become tokens once, and sampled tokens are
+never tokenized again.
 
 A conversation grows by appending only. The agent's turn is followed by what the chat
 template puts after an assistant message (`following`): the rest of the end of turn, the
@@ -7,10 +7,10 @@ new messages, and the opening of the next turn. So neither the tokenization of t
 agent's message nor what the template does to earlier turns (drop the reasoning, trim)
 can change an earlier token.
 
-What an environment or a user writes is text: where it spells a marker (`<|im_end|>`),
-the spelling is tokenized as ordinary text (`guard`), so that no message can close its
-own turn and pose as another role. Markers come from the template alone. (A template
-whose turns are marked by ordinary text has no such guard.)
+The messages of environments and users are text: where they spell a marker
+(`<|im_end|>`), the spelling is tokenized as ordinary text (`guard`), so that no message
+can close its own turn and pose as another role. Markers come from the template alone.
+(A template whose turns are marked by ordinary text has no such guard.)
 """
 
 import contextlib
@@ -70,14 +70,14 @@ stays small.
 
 
 VARIANTS = 64
-"""Number of cached variants of a codec: one for each set of template arguments, or of
-tools.
+"""Number of cached variants of a codec: a variant for each set of template arguments,
+or of tools.
 """
 
 
 class ChatCodec(TextCodec):
-    """A tokenizer and a chat template, perhaps another one for conversations with
-    tools.
+    """A tokenizer and a chat template, and perhaps another template for conversations
+    with tools.
 
     Raises ConfigError for a template whose conversations cannot grow by appending.
     """
@@ -137,7 +137,7 @@ class ChatCodec(TextCodec):
         conversations: Iterable[Sequence[Message]],
         tools: Sequence[str] = (),
     ) -> set[int]:
-        """Return the tokens of those conversations that the template renders."""
+        """Return the tokens of the conversations that the template accepts."""
         tokens = set[int]()
         for messages in conversations:
             with contextlib.suppress(ChatError):
@@ -222,7 +222,7 @@ class ChatCodec(TextCodec):
     @property
     def unwritten(self) -> frozenset[int]:
         """Special tokens that no prompt has, as far as is known: the chat template does
-        not write them, and in messages their spellings are text.
+        not write them, and their spellings in messages are text.
         """
         return self._guard.unwritten - set(self.stop_token_ids)
 
@@ -273,7 +273,7 @@ class ChatCodec(TextCodec):
         tools: Sequence[str] = (),
     ) -> tuple[int, ...]:
         """Return the tokens to append after a turn whose last tokens are `sampled` (the
-        complete turn, or its end). `tools` are those with which the conversation
+        complete turn, or its end). `tools` are the tools with which the conversation
         started.
 
         They are the rest of the end of turn, `messages`, and with `prompt` the opening
@@ -288,7 +288,7 @@ class ChatCodec(TextCodec):
         return rest(after, self._ending(guarded).written(sampled, after, self.decode))
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a scripted turn: its text, and what ends the agent's
+        """Return the tokens of a scripted turn: its text, and the end of the agent's
         turn.
         """
         following = self._following(())
@@ -304,7 +304,7 @@ class ChatCodec(TextCodec):
     def text(self, sampled: Sequence[int]) -> str:
         """Return the agent's message: the text of the turn's tokens without its end."""
         text = super().text(sampled)
-        for ending in self._endings:  # a token may have the end of the message and this text
+        for ending in self._endings:  # a token may contain the end of the message and this text
             text = ending.without(text)
         return text
 
@@ -317,7 +317,7 @@ class ChatCodec(TextCodec):
 
     @property
     def thinking(self) -> Thinking | None:
-        """The marks of the model's thoughts, None if its template has none."""
+        """The marks of the model's thoughts; None if its template has no marks."""
         return self._template.thinking
 
     def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:

@@ -1,5 +1,5 @@
-"""One conversation: the tokens of the agent's context, and what training must know
-about them.
+"""One conversation: the tokens of the agent's context, and the facts that training
+needs about them.
 
 Invariants: `tokens` only grows at its end; sampled ids stand in it as the engine
 returned them, with their log-probs and weight versions; turns and observations
@@ -64,7 +64,7 @@ class Conversation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the context for the next turn, or after the last one the complete
+        """Return the context for the next turn or, after the last turn, the complete
         conversation.
         """
         return tuple(self._tokens)
@@ -197,7 +197,7 @@ class Conversation:
 
 
 def tokenize_transcript(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:
-    """Tokenize a scripted conversation as a rollout of it would be, for supervised
+    """Tokenize a scripted conversation in the same way as a rollout, for supervised
     warm-up. Log-probs and versions are 0.
 
     Raises ValueError if it does not begin with the environment, or has no turn of the

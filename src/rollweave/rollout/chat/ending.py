@@ -1,10 +1,10 @@
-"""The end of the agent's turn under one chat template, and what the agent has written
-of it by itself.
+"""The end of the agent's turn under one chat template, and the part of it that the
+agent has written itself.
 
 A turn ends at a token if the template closes it with a marker (perhaps after a space),
 or begins every other message with a marker; an ordinary token of the vocabulary never
-ends a turn. Otherwise the turn ends at a text: the template's closing, or, if that is a
-space, the beginning of the next message.
+ends a turn. Otherwise the turn ends at a text: the template's closing, or, if the
+closing is a space, the beginning of the next message.
 """
 
 import re
@@ -17,10 +17,10 @@ from rollweave.rollout.chat.following import Following
 from rollweave.rollout.chat.guard import encode_after
 
 TAIL: Final = 8
-"""Number of tokens that the agent may sample after the one that ends its turn."""
+"""Number of tokens that the agent may sample after the token that ends its turn."""
 
 LETTER: Final = "a"
-"""Stands for the end of what the agent has written."""
+"""Stands for the end of the agent's text."""
 
 
 class Ending:
@@ -38,7 +38,7 @@ class Ending:
         self._closing = closing
         ends = following.ends or (() if closing.strip() else following.headers())
         self.tokens = tuple(ids[text] for text in ends)
-        """The tokens that end the turn: first the usual one."""
+        """The tokens that end the turn, the usual token first."""
         self.stop = ""
         """The text that ends the turn if no token does."""
         if following.ends:

@@ -75,8 +75,8 @@ class Following:
         self.closing = closing
         """The text that ends the agent's message."""
         self.ends = self._find_ends()
-        """The markers that end the message: first the marker in `closing`, if it has
-        one; then the marker after calls, if it is another one.
+        """The markers that end the message: first the marker in `closing`, if there is
+        one; then the marker after calls, if it is a different marker.
         """
         self.header = after.partition(QUESTION.content)[0].removeprefix(self.closing)
         """The text between the agent's message and a user's."""
@@ -90,7 +90,7 @@ class Following:
 
     def after(self, messages: Sequence[Message], *, prompt: bool) -> str:
         """Return the text after the agent's message, from its end on. Raises ChatError,
-        also if it depends on earlier turns.
+        also if the text depends on earlier turns.
         """
         if results := _results(messages):
             try:

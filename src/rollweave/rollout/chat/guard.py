@@ -64,8 +64,8 @@ class Guard:
         self._literal = functools.lru_cache(CACHED_SPELLINGS)(self._encode_literally)
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the spellings of markers delimited. In the agent's,
-        marks within a turn, such as those of a tool call, stay marks.
+        """Return the messages with the spellings of markers delimited. In the agent's
+        messages, marks within a turn, such as the marks of a tool call, stay marks.
 
         Raises ChatError for text that only the tokenizer's normalization turns into a
         marker.
@@ -198,8 +198,8 @@ def _branches(node: dict[str, Any]) -> str:
 
 
 def _text_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return the pattern of what must stay text in messages: these texts, and our own
-    delimiters.
+    """Return the pattern of the strings that must stay text in messages: these texts,
+    and our own delimiters.
     """
     spelled = pattern_of(texts)
     return re.compile(f"{spelled}|[{OPEN}{CLOSE}{HOLE}]" if spelled else f"[{OPEN}{CLOSE}{HOLE}]")

@@ -166,7 +166,7 @@ class ChatTemplate:
         environment.globals["namespace"] = _Namespace
         self._arguments: dict[str, Any] = {}
         self.thinking: Thinking | None = None
-        """The marks of thoughts, None if the template has none."""
+        """The marks of thoughts; None if the template has no marks."""
         self._thoughts = tuple(
             name for name in THOUGHTS if re.search(rf"(?:\.|\[?['\"]){name}\b", source)
         )
@@ -333,10 +333,10 @@ def read_templates(
     *,
     now: datetime.datetime | None = None,
 ) -> dict[str, ChatTemplate]:
-    """Return the templates of checkpoint `directory` by name, `default` among them:
-    those of files, otherwise those of tokenizer_config.json, otherwise that of
-    chat_template.json. The template in `file` takes the place of all of them. Raises
-    ConfigError if there is none, and OSError for a `file` that cannot be read.
+    """Return the templates of checkpoint `directory` by name, `default` among them: the
+    templates in files, otherwise in tokenizer_config.json, otherwise in
+    chat_template.json. The template in `file` replaces all of these. Raises ConfigError
+    if there is no template, and OSError for a `file` that cannot be read.
     """
     if file is not None:
         source = file.read_text(encoding="utf-8")

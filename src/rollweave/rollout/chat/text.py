@@ -1,4 +1,4 @@
-"""Text and tokens without a chat template: what completions of plain text need."""
+"""Text and tokens without a chat template, for completions of plain text."""
 
 import copy
 import functools
@@ -54,7 +54,7 @@ class TextCodec:
 
     @property
     def thinking(self) -> Thinking | None:
-        """The marks of the model's thoughts, None if its template has none."""
+        """The marks of the model's thoughts; None if its template has no marks."""
         return None
 
     def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
@@ -110,7 +110,7 @@ class TextCodec:
         raise ChatError("the checkpoint has no chat template: only completions of text are served")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of any tokens, special ones included."""
+        """Return the text of any tokens, including special tokens."""
         if self._reader is None:
             return ""
         text: str = self._reader.decode(list(tokens), skip_special_tokens=self._hides_special)
@@ -148,13 +148,13 @@ class TextCodec:
         return tuple(whole[:place])
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
-        """Return the tokens as the vocabulary spells them; None for an unknown one."""
+        """Return the tokens as the vocabulary spells them; None for unknown tokens."""
         reader = self._reader
         return [None if reader is None else reader.id_to_token(token) for token in tokens]
 
     def pieces(self, text: str) -> list[str | int]:
         """Return a text in pieces: the added tokens that it spells, by their ids, and
-        what stands between them.
+        the texts between them.
         """
         added = self._added
         parts = re.split(f"({'|'.join(map(re.escape, added))})", text) if added else [text]
@@ -162,7 +162,7 @@ class TextCodec:
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:
-        """The added tokens, the longest ones first."""
+        """The added tokens, the longest first."""
         tokens = {} if self._reader is None else self._reader.get_added_tokens_decoder()
         texts = {token.content: id for id, token in tokens.items()}
         return {text: texts[text] for text in sorted(texts, key=len, reverse=True)}
@@ -183,17 +183,15 @@ class TextCodec:
 
 
 class TokenTexts:
-    """Finds what each token of a growing sequence adds to its text, in complete
-    characters.
-
-    A tokenizer may render a token differently after another one: new text is the
-    difference of two decodings that start at the same token.
+    """Finds the text that each token of a growing sequence adds, in complete
+    characters. A tokenizer may render a token differently after another token: new text
+    is the difference of two decodings that start at the same token.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._tokens: list[int] = []
-        """The tokens from the last but one that completed a character on."""
+        """The tokens from the last but one token that completed a character on."""
         self._read = 0
 
     def add(self, token: int) -> str:
@@ -209,7 +207,7 @@ class TokenTexts:
         return added
 
     def rest(self) -> str:
-        """Return the text of the tokens that have none yet."""
+        """Return the text of the tokens that have no text yet."""
         before = self._codec.decode(self._tokens[: self._read])
         return self._codec.decode(self._tokens)[len(before) :]
 
@@ -217,9 +215,8 @@ class TokenTexts:
 def eos_tokens(directory: Path, read: CheckpointTokenizer) -> list[int]:
     """Return the end-of-sequence ids that the checkpoint names: in
     generation_config.json, config.json and the tokenizer's eos_token. An id beyond the
-    model's vocabulary is none, since no engine can sample it.
-
-    Raises ConfigError for what is no id.
+    model's vocabulary is left out, since no engine can sample it. Raises ConfigError
+    for a value that is not an id.
     """
     config = read_json(directory / "config.json")
     text = config.get("text_config")

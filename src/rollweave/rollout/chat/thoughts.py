@@ -1,8 +1,8 @@
 """The thoughts of a model that thinks before it answers: where they stand in its text.
 
-Invariants: a text is divided without loss of what a reader sees: thoughts, then the
-answer, without the marks and the line ends around them; a text without the opening mark
-is all answer.
+Invariants: dividing a text loses nothing that a reader sees: the result is thoughts,
+then the answer, without the marks and the line ends around them; a text without the
+opening mark consists of the answer alone.
 """
 
 import base64
@@ -85,13 +85,13 @@ class Thinking(Struct, frozen=True, kw_only=True):
         return self.split(text)
 
     def joined(self, thoughts: str, answer: str) -> str:
-        """Return one text of both, in the form in which models write it."""
+        """Return thoughts and answer as one text, in the form that models write."""
         return f"{self.first}\n{thoughts}\n{self.last}\n\n{answer}"
 
 
 def thinking_of(template: str, opening: str) -> Thinking | None:
-    """Return the marks that a chat template's source names, None without any.
-    `opening` is its text at the opening of a turn.
+    """Return the marks that a chat template's source names; None without marks.
+    `opening` is the template's text at the opening of a turn.
     """
     for first, last in MARKS:
         if last in template:
@@ -121,8 +121,8 @@ def unseal(text: str) -> str | None:
 
 
 def before(mark: str, text: str, *, since: int) -> int:
-    """Return the length of the text before `mark`, or before what may be its beginning
-    at the end of the text.
+    """Return the length of the text before `mark`, or before a possible beginning of
+    `mark` at the end of the text.
     """
     place = text.find(mark, since)
     if place >= 0:

@@ -30,14 +30,14 @@ class ToolFormat(Protocol):
     def parse(self, text: str) -> ParsedReply:
         """Parse the calls of a turn's text.
 
-        If one of them is malformed, all of the text is content. Else the content begins
-        with the text before the first `call_start`, without the space at its end.
+        If a call is malformed, the whole text is content. Else the content begins with
+        the text before the first `call_start`, without the space at its end.
         """
 
     @property
     def call_start(self) -> str:
         """The text with which every call begins. A stream shows nothing from there on
-        before the turn is complete; if it is "", nothing at all.
+        before the turn is complete; if the text is "", it shows nothing at all.
         """
 
     def call_around(self, name: str) -> tuple[str, str]:
