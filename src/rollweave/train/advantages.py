@@ -48,10 +48,10 @@ def token_advantages(
       baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
     - `distill` (on-policy distillation, MiniLLM arXiv:2306.08543, GKD
-      arXiv:2306.13649): log p of the teacher - log p with which the engine sampled, of
+      arXiv:2306.13649): log p of the teacher - log p with which the engine sampled, for
       each token alone, within ±`MAX_LOG_RATIO`, plus `reward_weight` times (reward -
-      group mean).
-    - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by those of the critic.
+      group mean). - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by the
+      critic's advantages.
 
     A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.
 
@@ -65,7 +65,7 @@ def token_advantages(
                     f"trajectory {trajectory.id} of group {group.id} has no reward to train on"
                 )
     if algorithm.advantage in OF_CRITIC:
-        return [_constant(each, 0.0) for group in groups for each in group.trajectories]
+        return [_constant(member, 0.0) for group in groups for member in group.trajectories]
     if algorithm.advantage in ("gigpo", "gigpo_no_std"):
         scaled = algorithm.advantage == "gigpo"
         return [
@@ -135,8 +135,8 @@ def overlong_penalty(trajectory: Trajectory) -> float:
     up to 1 - `OVERLONG_CACHE` of the maximum length, then falling linearly to -1 at the
     maximum, which a trajectory that was cut has reached.
 
-    The length is that of the longest sequence, prompts and observations included, since
-    that is what `max_tokens` bounds.
+    The length is the length of the longest sequence, including prompts and
+    observations, since `max_tokens` bounds this length.
     """
     if is_overlong(trajectory):
         return -1.0
@@ -189,8 +189,8 @@ def turns_of(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
 
 
 def turn_rewards(total: float, spans: Sequence[tuple[int, TurnSpan]]) -> list[float]:
-    """Return the reward of each turn; what the turns lack of `total` is the last
-    one's.
+    """Return the reward of each turn; the last turn also gets the part of `total` that
+    the turns lack.
     """
     rewards = [span.reward for _, span in spans]
     if rewards:

@@ -4,7 +4,7 @@ Invariants: a query sees exactly the keys at its own and earlier positions; noth
 depends on the padding behind a sequence. On a CPU, small heads are bound by the number
 of passes over the scores, so these are minimized: future keys of whole blocks of
 queries are never computed, the shift of the exponential is omitted if the scores are
-known to be small, and a column of ones beside the values sums the weights in the same
+known to be small, and a column of ones next to the values sums the weights in the same
 matrix product.
 """
 
@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MAX_SCORES = 1 << 26
-"""Maximum attention scores held at once (elements, 256 MB in fp32); larger attention
-goes through torch's own kernels.
+"""Maximum attention scores in memory at the same time (elements, 256 MB in fp32);
+larger attention goes through torch's own kernels.
 """
 
 SAFE_SCORE = 30.0

@@ -4,13 +4,13 @@ A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
 `rng.safetensors`, `state.json`, `reference.safetensors` if there is a reference,
 `critic.safetensors` and `critic_optimizer.safetensors` if there is a critic,
 `stored.json` if the model's Hugging Face checkpoint has other tensors,
-`constants.safetensors` if some of these do not change, and
-`digests.json`, which is written last and has the size and xxh3-128 of each file. If
-there are several ranks, each writes its shards to a separate file, such as
+`constants.safetensors` if some of these tensors do not change, and `digests.json`,
+which is written last and has the size and xxh3-128 of each file. If there are several
+ranks, each writes its shards to a separate file, such as
 `model-00001-of-00002.safetensors` (`train/sharded_checkpoint.py`). Any number of ranks
 can read a checkpoint. Invariants: a checkpoint gets its name only when all of it is on
-disk; one that does not match its digests is rejected; unrelated files beside these are
-left alone.
+disk; a checkpoint that does not match its digests is rejected; unrelated files next to
+its files are left alone.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Checkpoint:
     """The state that a trainer needs to continue after `step` completed steps.
 
     Tensors are on the CPU. With several ranks they are sharded, except for `rng`, which
-    is that of the first.
+    is the first rank's.
     """
 
     step: int
@@ -123,15 +123,17 @@ def save(
     """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a
     Hugging Face checkpoint to `path/hf`. All `ranks` call it.
 
-    The tensors of `adapted` are adapters, which are exported alone, too, to
+    The tensors of `adapted` are adapters, which are also exported separately, to
     `path/adapter`.
 
     Raises OSError, for example if no space is left, and keeps the former content of
-    `path`. With several ranks, all of them raise `TrainerError` instead if one fails.
+    `path`. With several ranks, all ranks raise `TrainerError` instead if a rank fails.
     """
 
     def finish(directory: Path, digests: Digests) -> None:
-        """Write what only the first rank writes. `digests` are those of the shards."""
+        """Write the files that only the first rank writes. `digests` are the shards'
+        digests.
+        """
         _save_tensors(checkpoint.rng, directory / file_of("rng"))
         (directory / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step}))
         if checkpoint.stored is not None and not checkpoint.stored.is_identical:
@@ -173,9 +175,9 @@ def save(
 def load(
     path: Path, *, ranks: RankGroup = ALONE, splits: Mapping[str, Split] | None = None
 ) -> Checkpoint:
-    """Read the checkpoint at `path`, or the newest complete one in `path` if that is a
-    directory of checkpoints. All `ranks` call it, whose tensor groups divide parameters
-    by `splits`.
+    """Read the checkpoint at `path`, or the newest complete checkpoint in `path` if it
+    is a directory of checkpoints. All `ranks` call it; their tensor groups divide
+    parameters by `splits`.
 
     Raises `TrainerError`, which names what is incomplete, missing or unknown, on all
     ranks.
@@ -210,7 +212,7 @@ def load(
 
 def latest(directory: Path) -> Path | None:
     """Return the complete checkpoint in `directory` with the most steps; incomplete
-    ones are skipped.
+    checkpoints are skipped.
     """
     complete: list[tuple[int, Path]] = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -390,8 +392,8 @@ def _save_tensors(
     *,
     base: str | None = None,
 ) -> None:
-    """Write tensors to a safetensors file; `places` are those of shards, `base` is that
-    of adapters.
+    """Write tensors to a safetensors file; `places` are the places of shards, `base` is
+    the base model of adapters.
     """
     metadata = {"format": "pt"} | ({} if places is None else {PLACES: json.dumps(places)})
     metadata |= {} if base is None else {BASE: base}

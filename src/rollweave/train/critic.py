@@ -1,5 +1,5 @@
-"""The critic of PPO: a model that predicts the return from each state, trained beside
-the policy.
+"""The critic of PPO: a model that predicts the return from each state, trained together
+with the policy.
 
 Invariants: it starts from the weights of the policy, with a head that gives 0; it has
 the policy's division into minibatches, ranks and micro-batches; a minibatch changes it
@@ -39,7 +39,7 @@ from rollweave.train.weights import load_named_tensors, named_tensors
 
 
 class Critic:
-    """The critic, its optimizer, and what it has measured in the current batch."""
+    """The critic, its optimizer, and its measurements in the current batch."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Critic:
                 local_tensor(own[name]).copy_(local_tensor(parameter))
 
     def estimated(self, batch: Batch, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with advantages and returns where their estimator takes the
+        """Return the rows, with advantages and returns where their estimator uses the
         critic.
         """
         set_learning_rate(
@@ -100,7 +100,7 @@ class Critic:
         examples = [row.example for row in rows]
         # the scores of a value model are values
         values = self._passes.logprobs(examples, chosen, temperature=1.0)
-        trajectories = [each for group in batch.groups for each in group.trajectories]
+        trajectories = [member for group in batch.groups for member in group.trajectories]
         of_trajectory: dict[int, list[int]] = {}
         for index in chosen:
             of_trajectory.setdefault(rows[index].trajectory, []).append(index)
@@ -131,7 +131,7 @@ class Critic:
         """Compute the gradient of half the mean squared error of a minibatch, over all
         tokens at which the critic is to learn.
 
-        Raises `NonFiniteLossError`, and then `apply` would do nothing.
+        Raises `NonFiniteLossError`, after which `apply` does nothing.
         """
         self.optimizer.zero_grad(set_to_none=True)
         self._ready = False
@@ -192,7 +192,7 @@ class Critic:
     def load(
         self, tensors: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]
     ) -> None:
-        """Restore what `tensors` and `optimizer_tensors` have returned."""
+        """Restore the copies that `tensors` and `optimizer_tensors` have returned."""
         load_named_tensors(self.model, tensors)
         load_optimizer_tensors(self.model, self.optimizer, optimizer)
         self.optimizer.zero_grad(set_to_none=True)

@@ -2,13 +2,13 @@
 
 Ranks form a grid: consecutive ranks are a tensor group, which computes the same rows
 together and divides the layers (`train/tensor_parallel`); ranks with the same place in
-their groups are a data group, over which FSDP2 shards what each of them has. Without
-tensor parallelism each rank is a tensor group by itself.
+their groups are a data group, over which FSDP2 shards the parameters of its ranks.
+Without tensor parallelism each rank is a tensor group by itself.
 
 Invariants: with one rank nothing here touches torch.distributed; every rank makes the
-same calls in the same order; what is saved or published of a parameter by a rank are
-consecutive rows of the full parameter. FSDP2 and distributed tensors are imported only
-if there are several ranks, because that takes seconds.
+same calls in the same order; a rank saves or publishes consecutive rows of a full
+parameter. FSDP2 and distributed tensors are imported only if there are several ranks,
+because that takes seconds.
 """
 
 import contextlib
@@ -92,8 +92,8 @@ class RankGroup:
         return self.mesh.get_group("tensor")
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values over the tensor groups. The ranks of one have the same
-        value.
+        """Sum the values over the tensor groups. The ranks of a tensor group have the
+        same value.
         """
         if self.data_size > 1:
             dist.all_reduce(
@@ -125,7 +125,7 @@ class RankGroup:
         return gathered
 
     def raise_together(self, error: str) -> None:
-        """Raise `TrainerError` on every rank if any of them has an error: that of the
+        """Raise `TrainerError` on every rank if any rank has an error: the error of the
         first such rank.
         """
         for text in self.all_gather(error):
@@ -134,7 +134,7 @@ class RankGroup:
 
 
 ALONE = RankGroup(rank=0, world_size=1)
-"""The rank of a trainer that has no others."""
+"""The rank of a trainer with a single rank."""
 
 
 def open_store(address: str) -> tuple[TCPStore, str]:
@@ -172,8 +172,8 @@ def join_ranks(
     address: str = "127.0.0.1",
     timeout_s: float = COLLECTIVE_S,
 ) -> RankGroup:
-    """Join the other ranks at `store` in a process group; `address` is that of this
-    host.
+    """Join the other ranks at `store` in a process group; `address` is this host's
+    address.
 
     Tensors on a GPU go through NCCL, all others through Gloo.
     """
@@ -194,8 +194,8 @@ def join_ranks(
 
 
 def with_tensor_groups(ranks: RankGroup, size: int, device: torch.device) -> RankGroup:
-    """Return the ranks with tensor groups of this size. All ranks call it. A rank
-    alone, as in a run within one process, divides nothing.
+    """Return the ranks with tensor groups of this size. All ranks call it. A single
+    rank, as in a run within one process, divides nothing.
     """
     if size == 1 or ranks.world_size == 1:
         return ranks
@@ -212,8 +212,8 @@ def with_tensor_groups(ranks: RankGroup, size: int, device: torch.device) -> Ran
 def interface_of(address: str) -> str | None:
     """Return the network interface with this IPv4 address, or None.
 
-    Gloo and NCCL would otherwise choose one by the name of the host, which may not be
-    the one by which the other hosts reach it.
+    Gloo and NCCL would otherwise choose an interface by the name of the host, which may
+    not be the interface through which the other hosts reach this host.
     """
     try:
         wanted = socket.inet_aton(address)
@@ -302,8 +302,8 @@ def host_copy(
     value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor, split: "Split | None" = None
 ) -> torch.Tensor:
     """Copy a value that belongs to the parameter `like` to the CPU. It is a shard if
-    `like` is sharded, or a scalar. Of a parameter that is divided by `split`, the copy
-    has rows of the full one.
+    `like` is sharded, or a scalar. If the parameter is divided by `split`, the copy has
+    rows of the full parameter.
     """
     if not (is_sharded(like) and value.dim()):
         return local_tensor(value).to("cpu", copy=True)
@@ -371,8 +371,8 @@ def _shard(
     mesh: "DeviceMesh",
     placements: "Sequence[Placement] | None" = None,
 ) -> "DTensor":
-    """Return the tensor of `shape` whose part on this rank is `local`: its rows, or
-    what `placements` give it.
+    """Return the tensor of `shape` whose part on this rank is `local`: its rows, or the
+    part that `placements` assign to it.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -425,10 +425,9 @@ def full_shape(local: Sequence[int], split: Split | None, ranks: RankGroup) -> t
 def saved_rows(
     count: int, ranks: RankGroup, *, split: Split | None = None, rank: int | None = None
 ) -> slice:
-    """Return which of a parameter's `count` rows a rank saves, by default this one.
-
+    """Return which of a parameter's `count` rows a rank saves, by default this rank.
     The ranks of a tensor group have the same rows of an undivided parameter, and
-    different rows of each divided one.
+    different rows of a divided parameter.
     """
     rank = ranks.rank if rank is None else rank
     data, place = divmod(rank, ranks.tensor_size)
@@ -447,8 +446,8 @@ def saved_rows(
 def published_rows(
     count: int, ranks: RankGroup, *, split: Split | None = None, rank: int | None = None
 ) -> slice:
-    """Return which of a parameter's `count` rows a rank publishes, by default this one:
-    each row is published by one rank.
+    """Return which of a parameter's `count` rows a rank publishes, by default this
+    rank: each row is published by one rank.
     """
     rank = ranks.rank if rank is None else rank
     rows = saved_rows(count, ranks, split=split, rank=rank)

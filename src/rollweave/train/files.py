@@ -2,8 +2,8 @@
 
 Invariant: `new_directory` either renames a fully written and synced directory to its
 name, or leaves nothing behind and an existing directory of that name untouched.
-Unfinished ones carry the suffix `.partial-…` and are removed by the next writer of the
-same name, or when the run is resumed.
+Unfinished directories carry the suffix `.partial-…` and are removed by the next writer
+of the same name, or when the run is resumed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ PARTIAL = ".partial-"
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory to fill; on success it becomes `path`, replacing an
-    existing one. Passes OSErrors through.
+    existing directory. Passes OSErrors through.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for sibling in path.parent.iterdir():

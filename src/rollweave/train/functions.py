@@ -115,8 +115,8 @@ def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     """Return the log-prob of `labels` [M] under `logits` [M, V] (float32), and the
     entropy, both [M].
 
-    In the entropy, tokens less probable than exp(-60) of the likeliest count as that,
-    which no float32 sum can distinguish.
+    In the entropy, tokens with less than exp(-60) of the likeliest token's probability
+    count as having this share, a difference that no float32 sum can show.
     """
     return _apply_tokenlogprobs(logits, labels)
 

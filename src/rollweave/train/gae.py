@@ -1,8 +1,9 @@
 """Generalized advantage estimation (GAE, arXiv:1506.02438 eq. 16) with the values of a
 critic, token by token or turn by turn.
 
-Invariants: a value is that of the state in which a token is sampled; the state after
-the last turn has the value 0; `gamma` discounts between turns, never within one.
+Invariants: a value is the value of the state in which a token is sampled; the state
+after the last turn has the value 0; `gamma` discounts between turns, never within a
+turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from rollweave.train.rows import Row
 class Estimate(NamedTuple):
     """The estimates at the output tokens of one row, each [M].
 
-    `valued` are the tokens at which the critic is to predict `returns`; `covered` those
-    that belong to a turn.
+    `valued` are the tokens at which the critic is to predict `returns`; `covered` are
+    the tokens that belong to a turn.
     """
 
     advantages: torch.Tensor
@@ -43,7 +44,7 @@ def estimate(
     - `gae_turn`: each turn is a step with the value of its first token; all its tokens
       have its advantage, and the critic learns at the first one.
 
-    A turn without output tokens is no step, but its reward and discount count.
+    A turn without output tokens is not a step, but its reward and discount count.
     """
     algorithm = rows[0].algorithm
     by_turn = algorithm.advantage == "gae_turn"
@@ -63,7 +64,7 @@ def estimate(
     for (sequence, span), reward in zip(reversed(spans), reversed(rewards), strict=True):
         place = place_of.get(sequence)
         inside = [] if place is None else _inside(rows[place], span)
-        if place is None or not inside:  # no state: its reward belongs to the one before it
+        if place is None or not inside:  # no state: its reward belongs to the turn before it
             next_value = reward + algorithm.gamma * next_value
             next_advantage *= algorithm.gamma
             continue
@@ -94,7 +95,7 @@ def standardized(estimates: Mapping[int, Estimate]) -> dict[int, torch.Tensor]:
     """Return advantages by row, minus their mean over the tokens of all turns and
     divided by their standard deviation, as PPO's implementations do.
     """
-    flat = torch.cat([each.advantages[each.covered] for each in estimates.values()])
+    flat = torch.cat([of_row.advantages[of_row.covered] for of_row in estimates.values()])
     mean, deviation = flat.mean(), flat.std(correction=0)
     scale = 0.0 if float(deviation) <= MIN_DEVIATION else 1 / float(deviation)
     return {

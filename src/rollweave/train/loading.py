@@ -1,5 +1,5 @@
 """Loads the model that the trainer trains: this package's own implementation of its
-architecture, or that of transformers.
+architecture, or transformers' implementation.
 """
 
 from pathlib import Path
@@ -34,8 +34,8 @@ def load_trained_model(
     adapters: NewAdapters | None = None,
 ) -> TrainedModel:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is that of the computation. With `adapters`, these are trained
-    alone.
+    in float32; `dtype` is the number format of the computation. With `adapters`, only
+    the adapters are trained.
 
     Raises `TrainerError`, which names what is not supported or missing.
     """

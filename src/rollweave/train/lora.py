@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA) in the trainer's models: the model's own weights are frozen,
 and the adapters of some linear layers are trained.
 
-Invariants: a model with new adapters computes what it computes without, bit for bit,
-because B begins as 0; parameters of the model keep their names; the names of an
-adapter's parameters are those of peft.
+Invariants: a model computes the same with new adapters as without, bit for bit, because
+B begins as 0; parameters of the model keep their names; an adapter's parameters have
+peft's names.
 """
 
 import math
@@ -49,7 +49,7 @@ class NewAdapters:
 
     def attach(self, model: nn.Module, *, head: nn.Module | None) -> None:
         """Give the linear layers of a model on the meta device their adapters, and
-        freeze all else. The output `head` has none.
+        freeze all else. The output `head` has no adapter.
 
         Raises ConfigError for a target that the model lacks.
         """
@@ -73,7 +73,7 @@ class NewAdapters:
     def initialize(
         self, model: nn.Module, ranks: RankGroup, splits: Mapping[str, Split] | None = None
     ) -> None:
-        """Set the adapters' first values: those of `lora.path`, or like peft's, A
+        """Set the adapters' first values: the values in `lora.path` or, like peft's, A
         uniform and B 0. They do not depend on the number of ranks, nor on how a tensor
         group divides them (`splits`).
 
@@ -106,8 +106,8 @@ class NewAdapters:
         return [a, torch.zeros(layer.out_features, self.lora.rank)]
 
     def _given(self, directory: Path, sizes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """Return the adapters in `directory`. Raises ConfigError unless they are those
-        of the model.
+        """Return the adapters in `directory`. Raises ConfigError unless they are
+        adapters of the model.
         """
         where = f"lora.path: {directory}"
         try:

@@ -2,7 +2,7 @@
 
 Invariants: the loss of a minibatch is the sum over its micro-batches and ranks, because
 every token's weight already accounts for the whole minibatch; the inputs contain only
-output tokens, and those of a sequence are together; log-probs are at the sampling
+output tokens, and the tokens of a sequence are together; log-probs are at the sampling
 temperature on all sides.
 """
 
@@ -28,7 +28,7 @@ DUAL_CLIP = 3.0
 
 FORWARD_UNTIL = 0.9
 """Share of the run after which the forward KL term, which keeps choices alive, is 0; it
-falls over the second half of that share.
+falls over the second half of this share.
 """
 
 MAX_LOG_RATIO = 20.0
@@ -73,11 +73,12 @@ def policy_loss(
     """Return the weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all
     inputs are [M], for M output tokens of sequences with `lengths` of them.
 
-    The loss of a token is that of `_surrogate`, with the ratio ρ = exp(logprobs - old),
-    times the constant weight of the correction. With `bypass` there is no weight, and
-    old = behavior, the log-probs of the engine (the bounds hold for the whole distance
-    from the rollout). Otherwise old = proximal, recomputed when the step began, and the
-    weight is a function of w = exp(proximal - behavior); see `_importance`.
+    The loss of a token is the loss of `_surrogate`, with the ratio ρ = exp(logprobs -
+    old), times the constant weight of the correction. With `bypass` there is no weight,
+    and old = behavior, the log-probs of the engine (the bounds hold for the whole
+    distance from the rollout). Otherwise old = proximal, recomputed when the step
+    began, and the weight is a function of w = exp(proximal - behavior); see
+    `_importance`.
 
     Added to this are `kl` times each token's `divergence` from the reference, and minus
     `entropy` times the entropy.
@@ -217,8 +218,8 @@ def _over_sequences(values: torch.Tensor, lengths: Sequence[int], reduce: str) -
 
 def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> float:
     """Return `kl` at training step `step` of `steps`: constant for the reverse
-    divergence; for the forward one constant, then decreasing linearly to 0 at
-    `FORWARD_UNTIL` of the run.
+    divergence; for the forward divergence first constant, then decreasing linearly to 0
+    at `FORWARD_UNTIL` of the run.
     """
     if algorithm.kl_direction == "reverse":
         return algorithm.kl

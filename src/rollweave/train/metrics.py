@@ -64,7 +64,9 @@ TOKEN_SUMS = (
 """The per-token values that `losses.policy_loss` sums, in the order of its tensor."""
 
 OLDEST = 16
-"""Greatest age, in versions, that is counted alone; older tokens count to it."""
+"""Greatest age, in versions, that is counted separately; older tokens count as this
+age.
+"""
 
 
 def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
@@ -90,7 +92,7 @@ def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, 
 
 
 def age_shares(ages: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Return the share of tokens of each age, up to the oldest one. Empty without
+    """Return the share of tokens of each age, up to the oldest age. Empty without
     tokens.
     """
     if not ages:

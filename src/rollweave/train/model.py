@@ -83,8 +83,9 @@ class Attention(nn.Module):
         """Map x [N, H] to the attention's output: [N, H], or [M, H] for the predicting
         rows in the `last` layer.
 
-        There, only these rows are queries, unless torch's kernels attend: for queries
-        at chosen positions these need a mask, and with it compute all scores.
+        In the last layer only these rows are queries, unless torch's kernels attend:
+        for queries at chosen positions the kernels need a mask, and with a mask they
+        compute all scores.
         """
         few = last and keeps_scores(x)
         keys, queries = packed.keys, packed.queries if few else packed.keys
@@ -123,7 +124,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, queries: int, rotations: torch.Tensor
     ) -> torch.Tensor:
         """Normalize (if the architecture does) and rotate heads [B, W, heads, D], in
-        pairs, of which `queries` are queries and the others keys.
+        pairs; `queries` of the heads are queries and the others keys.
 
         The rotation to their positions is `rotations` [1 or B, W, D / 2].
         """
@@ -323,8 +324,8 @@ def scores_in_parts(
 ) -> Scores:
     """Return the `head`'s scores of hidden states x [M, H] for `labels`.
 
-    If there are more than `rows`, too many logits would be held at once: they are
-    computed in parts, and again for the gradient.
+    If there are more than `rows`, too many logits would be in memory at the same time:
+    they are computed in parts, and again for the gradient.
     """
     if len(x) <= rows:
         return head(x, labels, temperature, reference)
@@ -370,8 +371,8 @@ def load_model(
     adapters: NewAdapters | None = None,
 ) -> Model:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is that of the computation. With `adapters`, these are trained
-    alone.
+    in float32; `dtype` is the number format of the computation. With `adapters`, only
+    the adapters are trained.
 
     Raises `TrainerError` for an unsupported architecture, and for tensors that are
     missing or have the wrong shape.
@@ -389,7 +390,7 @@ def load_as(
     adapters: NewAdapters | None = None,
 ) -> M:
     """Load a model of class `kind` as `load_model` does; parameters that only `kind`
-    has are left empty, and those that it lacks are not read.
+    has are left empty, and parameters that it lacks are not read.
 
     A rank reads its own rows only: the full model is never in its memory. Raises
     `TrainerError` for an unsupported architecture, and for tensors that are missing or
@@ -455,7 +456,7 @@ def _fused_linear(
 
 
 def _adapter(layer: nn.Linear, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Return what a layer's adapter adds to its outputs: 0 if it has none."""
+    """Return the adapter's term in a layer's outputs: 0 without an adapter."""
     if not isinstance(layer, AdaptedLinear):
         return x.new_zeros(len(x), layer.out_features)
     added = layer.adapter(x)

@@ -1,8 +1,8 @@
 """The memory that the ranks of a trainer need (`schema/needs`).
 
-It is exact for weights, gradients and optimizer. What a backward pass needs is an
+It is exact for weights, gradients and optimizer. The need of a backward pass is an
 estimate, which `rollweave bench memory` compares with peaks on a CPU and `rollweave
-bench gpu` with those on a GPU. Imports no torch.
+bench gpu` with peaks on a GPU. Imports no torch.
 """
 
 import dataclasses
@@ -22,7 +22,9 @@ from rollweave.weights.checkpoint import ModelShape
 from rollweave.weights.needs import published, trained_parameters
 
 MAX_LOGITS = 1 << 26
-"""Maximum number of logits that a rank holds at once, of 256 MB in float32."""
+"""Maximum number of logits that a rank has in memory at the same time (256 MB in
+float32).
+"""
 
 CACHE_TOKENS = 2048
 """Maximum tokens of one pass on a CPU: beyond that, a small model's activations leave
@@ -30,8 +32,8 @@ the cache (1.6 times slower at 16384).
 """
 
 LOGIT_COPIES = 3
-"""Number of float32 tensors as large as the logits: these, the exponentials, and the
-gradient.
+"""Number of float32 tensors as large as the logits: the logits, the exponentials, and
+the gradient.
 """
 
 MASTER_BYTES = NUMBER_BYTES["float32"]
@@ -84,7 +86,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
             needs.append(
                 need(what="weights of a restart", nbytes=restart, in_turn=True, at_restart=True)
             )
-    used = [one for one in needs if one.nbytes]
+    used = [need for need in needs if need.nbytes]
     return [*used, *computing(config.model.device, setting="trainer.ranks")]
 
 
@@ -115,9 +117,10 @@ def _in_turn(needs: Sequence[Need], *, on_gpu: bool) -> Iterator[Need]:
 
 
 def gathered_layers(shape: ModelShape, config: RunConfig) -> int:
-    """Return the bytes of the weights and gradients that each of several ranks has of
-    whole layers at a time: those of one layer, the weights of the next, and those
-    outside of the layers. Of the layers' matrices it has its part in its tensor group.
+    """Return the bytes of the unsharded weights and gradients that each of several
+    ranks has at a time: of one layer, the weights of the next layer, and of everything
+    outside of the layers. A rank has only its tensor group's part of the layers'
+    matrices.
     """
     if config.trainer.ranks == 1:
         return 0
@@ -132,7 +135,7 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes that one packed forward pass keeps for the backward pass.
 
     The pass has one sequence of the maximum length, or several with `micro_tokens` in
-    all. Logits are those of the tokens that the agent may sample.
+    all. Logits are computed for the tokens that the agent may sample.
     """
     longest, divisor = config.max_tokens, config.trainer.tensor_parallel
     on_cpu = config.model.device != "cuda"
@@ -158,7 +161,7 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
 
 
 def logit_bytes(tokens: int, vocab: int) -> int:
-    """Return the bytes of the logits of so many tokens."""
+    """Return the bytes of the logits of `tokens` tokens."""
     return LOGIT_COPIES * MASTER_BYTES * min(MAX_LOGITS, tokens * vocab)
 
 
@@ -166,9 +169,9 @@ def layer_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     """Return the bytes that the layers keep for the backward pass over `tokens` of
     sequences of `longest` tokens, computed in numbers of `width` bytes.
 
-    The factors are the numbers that autograd keeps of one token in one layer, and of
-    the weights that it concatenates or converts for a product. Those of shorter formats
-    count what it keeps in float32, such as the inputs of norms, twice.
+    The factors count the numbers that autograd keeps for one token in one layer, and
+    for the weights that it concatenates or converts for a product. The factors of
+    shorter formats count numbers kept in float32, such as the inputs of norms, twice.
     """
     hidden, ffn, layers = shape.hidden, shape.ffn, shape.layers
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

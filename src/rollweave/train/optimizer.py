@@ -35,8 +35,8 @@ NORM_EPSILON = 1e-6
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with its moments in the host's memory. Those of one parameter at a time are
-    moved to its device, for its step.
+    """AdamW with its moments in the host's memory. The moments of one parameter at a
+    time are moved to its device, for its step.
     """
 
     @torch.no_grad()

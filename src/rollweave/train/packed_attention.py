@@ -1,10 +1,11 @@
 """Attention of transformers' models over packed rows, registered as an implementation
 of transformers' attention interface.
 
-A model computes everything else on one row with all sequences, and its masks and its
-attention here. Invariants: a sequence sees only itself; what it sees is decided by the
-model's own mask function, at positions in the sequence, so that sliding windows and
-chunks are those of the sequence alone; nothing is computed between two sequences.
+A model computes its masks and its attention here, and everything else on one row with
+all sequences. Invariants: a sequence sees only itself; the model's own mask function
+decides which keys a query sees, at positions in the sequence, so that sliding windows
+and chunks are the same as for the sequence alone; nothing is computed between two
+sequences.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ MIN_CAPABILITY = (8, 0)
 """Oldest generation of GPUs with these kernels."""
 
 UNSUPPORTED = ("position_bias",)
-"""Arguments of transformers' attention functions that this one does not implement."""
+"""Arguments of transformers' attention functions that this function does not implement.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class PackedMask:
     """The object that transformers passes through a model as its attention mask.
 
     `visible[q, k]` is whether position q of a sequence sees position k of it; None if
-    it sees all earlier ones. `window` is the number of positions that each position
-    sees if that is all that `visible` says, else None.
+    it sees all earlier positions. `window` is the number of positions that each
+    position sees if `visible` is exactly such a sliding window, else None.
     """
 
     rows: Rows
@@ -200,7 +202,9 @@ def _attend_slowly(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend in a grid with all scores in memory, for what torch's kernels lack."""
+    """Attend in a grid with all scores in memory, for features that torch's kernels
+    lack.
+    """
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale

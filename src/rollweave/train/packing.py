@@ -30,7 +30,7 @@ class Example:
 class Grid:
     """Maps rows of a packed tensor to a grid by sequence, `[B, W]`, and back.
 
-    `rows[b, w]` is a packed row (any valid one in the padding); `flat` are the cells
+    `rows[b, w]` is a packed row (any valid row in the padding); `flat` are the cells
     that are not padding, in packed order; `positions[b, w]` is the position in the
     sequence (0 in the padding). `dense` means that the grid has no padding, so that
     both have the same shape.
@@ -45,7 +45,7 @@ class Grid:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
     """One micro-batch: N input tokens of B sequences, M predictions. `keys` covers all
-    inputs, `queries` the predicting ones.
+    inputs, `queries` the predicting inputs.
 
     `predicting[m]` is the packed row whose hidden state predicts `labels[m]`; both are
     in the order of the examples.
@@ -75,7 +75,7 @@ class Packed:
 
 def pack(examples: Sequence[Example]) -> Packed:
     """Concatenate `examples`, each with at least one target."""
-    # inputs up to the one that predicts the last target
+    # inputs up to the input that predicts the last target
     lengths = [int(example.targets[-1]) for example in examples]
     starts = list(itertools.accumulate(lengths, initial=0))[:-1]
     predicting = torch.cat(

@@ -33,7 +33,7 @@ class Passes:
     """Runs a model over examples.
 
     `micro_tokens` bounds one pass, unless a single example is longer. `device` is the
-    model's during a pass.
+    model's device during a pass.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Passes:
         self, examples: Sequence[Example], chosen: Sequence[int]
     ) -> tuple[list[list[int]], int]:
         """Return this rank's micro-batches, padded to the longest plan of any rank, and
-        how many of them are real work.
+        how many micro-batches are real work.
         """
         lengths = [len(examples[index].tokens) for index in chosen]
         plans = []

@@ -49,8 +49,8 @@ class WeightPublisher:
         device: torch.device,
         directory: Path,
     ) -> None:
-        """`stored` are the tensors to publish; without it, each trained parameter is
-        one. The first rank publishes `constants`, in their own number formats.
+        """`stored` are the tensors to publish; without `stored`, each trained parameter
+        is a tensor. The first rank publishes `constants`, in their own number formats.
         """
         self._constants = dict(constants or {})
         self._parameters: dict[str, torch.Tensor] = dict(trained_parameters(model))
@@ -150,9 +150,9 @@ class WeightPublisher:
             return None, str(error)
 
     def _part(self, metas: tuple[TensorMeta, ...]) -> list[tuple[int, int]] | None:
-        """Return the ranges of bytes in this rank's payload: those of the ranks that
-        write into it; in that of the first rank also the gaps between tensors. None if
-        there is only one payload.
+        """Return the ranges of bytes in this rank's payload: the ranges of the ranks
+        that write into it and, in the first rank's payload, also the gaps between
+        tensors. None if there is only one payload.
         """
         if len(set(self._owners)) == 1:
             return None
@@ -265,7 +265,7 @@ def slice_of(meta: TensorMeta, part: Part) -> tuple[int, int]:
 
 
 def _combined(manifests: list[WeightManifest]) -> WeightManifest:
-    """Return the manifest of a version from those of all payloads."""
+    """Return the manifest of a version from the manifests of all payloads."""
     if len(manifests) == 1:
         return manifests[0]
     parts = tuple(part for manifest in manifests for part in manifest.parts)

@@ -1,5 +1,5 @@
-"""Measures how far the current policy is from the one that sampled a group: one number
-per group, by which a buffer may choose.
+"""Measures how far the current policy is from the policy that sampled a group: one
+number per group, by which a buffer may choose.
 
 Invariants: nothing is trained; a ratio is positive and finite, and the same on every
 rank.
@@ -21,11 +21,9 @@ def group_ratios(
     passes: Passes, rows: Sequence[Row], groups: Sequence[ScoredGroup], *, temperature: float
 ) -> tuple[float, ...]:
     """Return exp(mean of current log-prob - rollout's log-prob over the output tokens)
-    of each group; 1 if it has none.
-
-    That is the geometric mean of the tokens' importance ratios, each bounded as in the
-    loss. `rows` are those of all groups, in order. Raises `NonFiniteLossError` for a
-    log-prob that is not finite.
+    of each group; 1 if it has no output tokens. This is the geometric mean of the
+    tokens' importance ratios, each bounded as in the loss. `rows` are the rows of all
+    groups, in order. Raises `NonFiniteLossError` for a log-prob that is not finite.
     """
     chosen = range(len(rows))
     current = (

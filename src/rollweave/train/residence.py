@@ -1,7 +1,7 @@
 """The residence of the trainer's state: on its device, or in the host's memory while
 the engines have the device (colocated placement).
 
-On a CPU the two are the same memory: only what a step has freed is given back.
+On a CPU the two are the same memory: only memory that a step has freed is given back.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class Residence:
         self._on_device = on_device
 
     def leave(self, reference: list[torch.Tensor] | None) -> None:
-        """Move everything to the host's memory, and give back that of the device."""
+        """Move everything to the host's memory, and give back the device's memory."""
         self._optimizer.zero_grad(set_to_none=True)
         if self._on_device and self._device.type != "cpu":
             self._model._apply(_to_host)  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ class Residence:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the host's memory; a shard stays one."""
+    """Return the tensor in the host's memory; a shard stays a shard."""
     if tensor.device.type == "cpu":
         return tensor
     return tensor.to("cpu") if is_sharded(tensor) else on_host(local_tensor(tensor))

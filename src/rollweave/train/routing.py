@@ -1,11 +1,11 @@
 """Routing replay: the routers of a model of transformers choose the experts that the
 engine chose (R3, rollout routing replay: Ma et al., "Stabilizing MoE Reinforcement
 Learning by Aligning Training and Inference Routers", arXiv 2510.11370; GSPO, arXiv
-2507.18071, §5.3, replays those of the former policy).
+2507.18071, §5.3, replays the choices of the former policy).
 
 Only the choice is replayed. A router's scores, and so the weights of the chosen experts
-and the router's gradient, are those of the trained weights. Invariant: tokens without a
-recorded choice are routed freely.
+and the router's gradient, are computed with the trained weights. Invariant: tokens
+without a recorded choice are routed freely.
 """
 
 import re
@@ -35,7 +35,7 @@ def routed_fraction(examples: Sequence[Example]) -> float:
 
 
 def routers_of(causal: "PreTrainedModel") -> dict[int, nn.Module]:
-    """Return the routers of a model by layer, as transformers marks them; none without
+    """Return the routers of a model by layer, as transformers marks them; empty without
     experts.
     """
     recorders: list[Any] = [
@@ -58,7 +58,7 @@ def experts_of(router: nn.Module) -> int | None:
 
 class Replay:
     """The routers of a model, whose choices `set` replaces from one forward pass to the
-    next one, so that a backward pass that computes layers again makes the same.
+    next one, so that a backward pass that computes layers again makes the same choices.
     """
 
     def __init__(self, causal: "PreTrainedModel") -> None:
@@ -72,7 +72,8 @@ class Replay:
             router.forward = self._replayed(layer, router.forward)
 
     def set(self, routes: torch.Tensor | None) -> None:
-        """Replay routes [N, layers, top_k] of a packed row; without any, route freely.
+        """Replay routes [N, layers, top_k] of a packed row; without routes, route
+        freely.
 
         Raises `TrainerError` for routes of another model.
         """

@@ -53,10 +53,10 @@ class Row:
 
     @property
     def current(self) -> torch.Tensor:
-        """The tokens that the weights sampled from which the step starts: [M] bool.
-
-        With routes, none of a sequence that older weights sampled in part: the engine
-        has computed its context again, with routes that it does not return.
+        """The tokens that were sampled by the weights from which the step starts: [M]
+        bool. With routes, a sequence that older weights sampled in part has no such
+        tokens: the engine has computed its context again, with routes that it does not
+        return.
         """
         current = self.ages == 0
         return current if self.example.routes is None else current & current.all()
@@ -65,9 +65,9 @@ class Row:
 def batch_rows(
     batch: Batch, algorithm: AlgorithmConfig, own: Mapping[str, AlgorithmConfig] | None = None
 ) -> list[Row]:
-    """Return the rows of all sequences with output, in the batch's order, without those
-    of trajectories that `algorithm.overlong` drops. `own` has the algorithms of task
-    domains that differ.
+    """Return the rows of all sequences with output, in the batch's order, without the
+    rows of trajectories that `algorithm.overlong` drops. `own` has the algorithms of
+    task domains that differ.
 
     Raises `ValueError` for a trajectory without a reward.
     """
@@ -115,8 +115,8 @@ def _rows_of(
 
 
 def _routes(sequence: TokenSequence) -> torch.Tensor | None:
-    """Return the experts of each token by layer, or `FREE`; None if none are known:
-    [T, layers, top_k] int16.
+    """Return the experts of each token by layer, or `FREE`; None if no routes are
+    known: [T, layers, top_k] int16.
     """
     if not sequence.routes:
         return None
@@ -137,9 +137,9 @@ def overlong_fraction(batch: Batch) -> float:
 
 
 def teacher_kl(batch: Batch) -> dict[str, float]:
-    """Return the mean of log p(student) - log p(teacher) over the output tokens of
+    """Return the mean of log p(student) - log p(teacher) over the output tokens for
     which a teacher's log-prob is known: an estimate of KL(student, teacher). Empty if
-    there are none.
+    there are no such tokens.
     """
     total, count = 0.0, 0
     for group in batch.groups:
@@ -156,7 +156,7 @@ def _advantages(
     groups: Sequence[ScoredGroup], algorithms: Sequence[AlgorithmConfig]
 ) -> list[list[list[torch.Tensor]]]:
     """Return advantages by group, trajectory and sequence. Groups with the same
-    estimator are one batch for it.
+    estimator form one batch for this estimator.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for place, used in enumerate(algorithms):

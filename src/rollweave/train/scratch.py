@@ -4,8 +4,8 @@ tokenizer of the tasks' own words.
 Invariants: text of printable ASCII, tabs and newlines survives encoding and decoding
 unchanged; a whole word is one token wherever it stands alone, the longest word wins,
 and everything else becomes single characters; the same arguments give the same bytes.
-Torch is imported only where weights are drawn, because a dry run needs the tokenizer
-alone.
+Torch is imported only where weights are drawn, because a dry run needs only the
+tokenizer.
 """
 
 import json
@@ -31,8 +31,7 @@ ROLES = ("system", "user", "assistant", "tool")
 CHARACTERS = "".join(sorted(set(string.printable) - set("\r\x0b\x0c")))
 
 INIT_STD = 0.12
-"""Standard deviation of random weights: that of transformers, 0.02, is for wider
-models.
+"""Standard deviation of random weights: transformers' value, 0.02, is for wider models.
 """
 
 ROPE_THETA = 100.0
@@ -139,7 +138,7 @@ def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> "dict[s
 def build_tokenizer(words: Iterable[str]) -> Tokenizer:
     """Build a tokenizer of printable characters, turn markers, role names and `words`.
 
-    The ids are those of specials, characters, then words in the given order.
+    The ids are assigned to specials, characters, then words in the given order.
     """
     unique = list(dict.fromkeys([*ROLES, *words]))
     for word in unique:

@@ -1,10 +1,10 @@
 """Checkpoints of several ranks, by torch.distributed.checkpoint (DCP): each rank writes
 and reads its own shards, and no rank gathers a tensor.
 
-DCP plans what each rank writes and reads, and makes all ranks fail if one does. The
-files are safetensors; DCP's usual files are pickles. A checkpoint can be read by any
-number of ranks. This module is imported only if there are several ranks, because DCP
-takes a second to import.
+DCP plans what each rank writes and reads, and makes all ranks fail if one rank fails.
+The files are safetensors; DCP's usual files are pickles. A checkpoint can be read by
+any number of ranks. This module is imported only if there are several ranks, because
+DCP takes a second to import.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def save_shards(
     """Write this rank's shards of each part's tensors, each part to a file.
 
     Rank 0 calls `begin`, which makes the directory, and, once all ranks have written,
-    `finish`. Raises `TrainerError` on all ranks if one of them fails.
+    `finish`. Raises `TrainerError` on all ranks if a rank fails.
     """
     state = {f"{part}/{name}": tensor for part in parts for name, tensor in parts[part].items()}
     try:
@@ -73,10 +73,8 @@ def load_shards(
     files: Mapping[str, Sequence[Path]], ranks: RankGroup, splits: Mapping[str, Split]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Read this rank's shards of the tensors in `files` of each part, whatever number
-    of ranks has written them. `splits` are those of parameters that tensor groups
-    divide.
-
-    Raises `TrainerError` on all ranks if one of them fails.
+    of ranks has written them. `splits` are the splits of parameters that tensor groups
+    divide. Raises `TrainerError` on all ranks if a rank fails.
     """
     saved: dict[str, SavedTensors] = {}
     error = ""

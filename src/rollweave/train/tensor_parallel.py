@@ -7,7 +7,8 @@ shape, which FSDP2 shards like any other, and modules exchange activations befor
 after their forward pass. transformers' own implementation makes distributed tensors of
 the divided parameters only, on another mesh than the others, which neither the norm of
 the gradients nor a fused optimizer takes; and it sums the gradients of `PARTIAL`
-parameters once per micro-batch, so that those of earlier ones count several times.
+parameters once per micro-batch, so that the gradients of earlier micro-batches count
+several times.
 
 Invariants: the ranks of a tensor group have the same activations between layers, the
 same log-probs, and bitwise the same undivided parameters; a model whose plan leaves a

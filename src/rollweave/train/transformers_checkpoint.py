@@ -49,7 +49,7 @@ class UnloadedModel:
 
     def unused(self) -> list[str]:
         """Return the tensors of the checkpoint that text alone does not use, such as
-        those of a vision tower. They get no gradient, and stay as they are.
+        the tensors of a vision tower. They get no gradient, and stay as they are.
         """
         used = [self.causal.get_decoder(), self.causal.get_output_embeddings()]
         of_text = {id(parameter) for module in used for parameter in module.parameters()}
@@ -78,7 +78,7 @@ def _read_config(path: Path) -> "PreTrainedConfig":
 
 
 def _build(transformers: Any, config: "PreTrainedConfig") -> "PreTrainedModel":
-    """Build the model on the meta device. Raises ConfigError for an unsupported one."""
+    """Build the model on the meta device. Raises ConfigError if it is unsupported."""
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

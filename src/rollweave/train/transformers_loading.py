@@ -1,8 +1,8 @@
 """Loads a model of transformers for training: each rank reads its own rows.
 
-Invariant: before it is used, a model's packed log-probs are compared with those of
-transformers' own attention on each sequence alone, so that a model that packing would
-change is refused.
+Invariant: before it is used, a model's packed log-probs are compared with the log-probs
+of transformers' own attention on each sequence alone, so that a model that packing
+would change is refused.
 """
 
 import collections
@@ -40,8 +40,8 @@ PROBE_LENGTHS = (9, 14, 5)
 """Lengths of the sequences with which packing is tested."""
 
 PROBE_TOLERANCE = 2e-3
-"""Maximum difference between packed log-probs and those alone, in float32: noise is
-below 1e-4, also for large models.
+"""Maximum difference between packed log-probs and log-probs of single sequences, in
+float32: noise is below 1e-4, also for large models.
 """
 
 M = TypeVar("M", bound="TransformersModel")
@@ -56,11 +56,9 @@ def load_transformers_model(
     adapters: NewAdapters | None = None,
 ) -> TransformersModel:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is that of the computation. With `adapters`, these are trained
-    alone.
-
-    A rank reads its own rows only. Raises `TrainerError` for what is not supported, and
-    for tensors that are missing or have the wrong shape.
+    in float32; `dtype` is the number format of the computation. With `adapters`, only
+    the adapters are trained. A rank reads its own rows only. Raises `TrainerError` for
+    an unsupported model, and for tensors that are missing or have the wrong shape.
     """
     model = load_transformers_as(
         TransformersModel, path, dtype=dtype, device=device, ranks=ranks, adapters=adapters
@@ -79,8 +77,8 @@ def load_transformers_as(
     adapters: NewAdapters | None = None,
 ) -> M:
     """Load a model of class `kind` as `load_transformers_model` does, without verifying
-    it; parameters that only `kind` has are left empty, and those that it lacks are not
-    read.
+    it; parameters that only `kind` has are left empty, and parameters that it lacks are
+    not read.
     """
     try:
         unloaded = UnloadedModel(path)
@@ -164,7 +162,7 @@ def _shared_parameters(
 
 
 def _layers(causal: "PreTrainedModel") -> list[nn.Module]:
-    """Return the layers, each of which is sharded as one."""
+    """Return the layers, each of which is sharded as a unit."""
     names = set(causal._no_split_modules or ())
     return [module for module in causal.modules() if type(module).__name__ in names]
 
@@ -211,7 +209,8 @@ def _read_weights(
 
 class _WholeRows:
     """This rank's rows of parameters whose columns its tensor group divides, from the
-    first to the last stored tensor of each. `stored` has the parameter of every one.
+    first to the last stored tensor of each parameter. `stored` names the parameter of
+    every stored tensor.
     """
 
     def __init__(
@@ -226,7 +225,9 @@ class _WholeRows:
         self._rows: dict[str, torch.Tensor] = {}
 
     def of(self, name: str) -> torch.Tensor | None:
-        """Return space for the rows of a parameter; None if it is not divided so."""
+        """Return space for the rows of a parameter; None if its columns are not
+        divided.
+        """
         split = self._division.splits.get(name)
         if split is None or split.dim == 0:
             return None
@@ -237,8 +238,8 @@ class _WholeRows:
         return self._rows[name]
 
     def read(self, name: str, own: torch.Tensor) -> None:
-        """Note that a stored tensor was read. After the last one of a parameter, copy
-        this rank's columns to `own`.
+        """Note that a stored tensor was read. After the last stored tensor of a
+        parameter, copy this rank's columns to `own`.
         """
         self._missing[name] -= 1
         if not self._missing[name] and name in self._rows:
@@ -250,8 +251,8 @@ class _WholeRows:
 
 @torch.no_grad()
 def _probe(model: TransformersModel) -> None:
-    """Compare packed log-probs with those of transformers' own attention on each
-    sequence alone. Raises `TrainerError` if they differ.
+    """Compare packed log-probs with the log-probs of transformers' own attention on
+    each sequence alone. Raises `TrainerError` if they differ.
     """
     generator = torch.Generator().manual_seed(0)
     device = next(model.parameters()).device

@@ -36,7 +36,7 @@ class TransformersModel(nn.Module):
     """A model of transformers, `causal`, whose forward pass returns log-probs of the
     labels.
 
-    Its modules are also those of this object, so that parameters have the same names.
+    Its modules are also modules of this object, so that parameters have the same names.
     """
 
     _causal: "PreTrainedModel"

@@ -78,8 +78,8 @@ class Update:
         return self._metrics() | {"lr": lr}
 
     def _compute_fixed_logprobs(self) -> None:
-        """Compute the log-probs that stay constant during the batch: those of its
-        initial weights, and of the reference.
+        """Compute the log-probs that stay constant during the batch: under its initial
+        weights, and under the reference.
         """
         chosen = [index for index, needed in enumerate(self._needed) if needed]
         temperature = self._config.rollout.temperature
@@ -96,7 +96,9 @@ class Update:
                     )
 
     def _minibatch(self, chosen: Sequence[int]) -> None:
-        """Take one optimizer step, and the critic's if there is one: both or none."""
+        """Take one optimizer step, and the critic's step if there is a critic: both
+        steps or neither.
+        """
         if self._critic is not None:
             self._critic.backward(self._rows, chosen, step=self._batch.step)
         self._policy_step(chosen)

@@ -46,8 +46,8 @@ class ValueModel(Model):
 
 
 class TransformersValueModel(TransformersModel):
-    """A decoder of transformers. It chooses experts by itself, also where those of the
-    policy are recorded.
+    """A decoder of transformers. It chooses experts by itself, even where the policy's
+    experts are recorded.
     """
 
     def __init__(

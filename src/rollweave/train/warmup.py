@@ -40,7 +40,7 @@ def warm_up(
     observations: bool,
     trainer: TrainerConfig,
 ) -> list[float]:
-    """Take optimizer steps of `batch` transcripts each; return the loss (nats per
+    """Take optimizer steps with `batch` transcripts per step; return the loss (nats per
     token) of each step.
 
     Trains on the output tokens, with `observations` on prompt and observation

@@ -92,8 +92,8 @@ def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def own_part(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value of a parameter, such as its weights, of which
-    it has saved rows.
+    """Return this rank's part of a parameter's value (such as its weights), from the
+    rows that this rank has saved.
     """
     division = division_of(model)
     split = division.splits.get(name)

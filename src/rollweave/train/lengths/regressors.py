@@ -2,8 +2,8 @@
 the baselines of Heddle §7.2.
 
 Invariants: they use one thread and no randomness, and the same row gives the same
-number, alone or among many. A baseline predicts a trajectory's total length from what
-is known before its first turn, and subtracts what has been sampled since.
+number, alone or among many. A baseline predicts a trajectory's total length from the
+facts known before its first turn, and subtracts the tokens sampled since.
 """
 
 import functools
@@ -39,8 +39,8 @@ that never vary stay at 0.
 """
 
 TREES = 30
-"""Boosting rounds: on simulated trajectories 15 to 60 did equally well, and more of
-them worse.
+"""Boosting rounds: on simulated trajectories 15 to 60 rounds did equally well, and more
+rounds worse.
 """
 
 
@@ -73,7 +73,7 @@ class Affine:
 
 class ByDomain:
     """The row, with its numbers repeated for each domain in the training data: slopes
-    differ between domains, and new domains share one.
+    differ between domains, and new domains share a slope.
     """
 
     def __init__(self, table: Table) -> None:
@@ -150,7 +150,7 @@ class Prompt:
 
 class History:
     """Statistics of the same prompt (Heddle §7.2, history-based): the mean length of
-    its siblings, else that of its domain.
+    its siblings, else of its domain.
     """
 
     def fit(self, rows: Rows, remaining: Lengths) -> None:

@@ -1,5 +1,5 @@
 """A small language model that reads the plan (Heddle §4.1): its averaged last hidden
-states are used beside the row of numbers.
+states are used in addition to the row of numbers.
 
 The paper fine-tunes a Qwen of 0.6B for minutes. Here the model stays fixed and only its
 regression head is fitted, in closed form, so that a fit ends before the next training
@@ -25,12 +25,12 @@ with from_extra("predict"):
     from transformers import AutoModelForCausalLM
 
 BATCH = 16
-"""Number of plans read at once: a batch of 256 tokens each fits beside everything else
-in memory.
+"""Number of plans read in one batch: a batch of plans of 256 tokens fits into memory
+next to everything else.
 """
 
 CACHED_PLANS = 16_384
-"""Number of plans whose states are cached: one per attempt that the predictor
+"""Number of plans whose states are cached: a plan per attempt that the predictor
 remembers, read once instead of at every turn.
 """
 
