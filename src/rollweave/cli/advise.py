@@ -1,5 +1,5 @@
-"""`rollweave advise`: which split of GPUs, engines and mode, by simulation; of a run,
-which mode and how many engines, from what it measured.
+"""`rollweave advise`: finds the best mode, engines and split of GPUs by simulation; for
+a run, the best mode and number of engines, from the run's measurements.
 """
 
 import json
@@ -76,19 +76,19 @@ train_s = 3600.0
 [sim]
 model = "qwen3-8b"
 """
-"""Configuration of a question without one: 128 trajectories a step, as many as RollArt
-§3.1 has for software engineering, and room for the trajectories of three steps.
+"""Configuration of a question without a configuration file: 128 trajectories a step, as
+in RollArt §3.1 for software engineering, and room for the trajectories of three steps.
 """
 
 LONGEST_TURN = 16_384
-"""Maximum tokens of a turn in such a question."""
+"""Maximum tokens of a turn in a question without a configuration file."""
 
 FRESHER = 0.05
-"""Steps of staleness by which an alternative must be fresher to be named."""
+"""Minimum steps of staleness by which an alternative must be fresher to be named."""
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """The options of the command. Those that are lists belong together, in order."""
+    """The options of the command. Options that are lists belong together, in order."""
 
     gpus: Sequence[int] = ()
     hardware: Sequence[str] = ()
@@ -127,9 +127,9 @@ def _advise_gpus(target: str | None, overrides: Sequence[str], asked: Asked) -> 
     columns = dict(COLUMNS)
     if all(pool.price is not None for pool in table.pools.values()):
         last, limited = columns.popitem()
-        columns["cost"] = lambda one, it: f"{table.cost_per_step(one, it.step_s):.2f}"
+        columns["cost"] = lambda candidate, it: f"{table.cost_per_step(candidate, it.step_s):.2f}"
         columns[last] = limited
-    rows = {str(number): one for number, one in enumerate(advice.best, start=1)}
+    rows = {str(number): candidate for number, candidate in enumerate(advice.best, start=1)}
     _print_table(rows, advice.predictions, columns)
     _print_text([*explanation(table, advice), "", *lines(table, advice.best[0])])
     return figures(table, advice)
@@ -142,7 +142,8 @@ def _advise_run(path: Path) -> dict[str, Any]:
     own = table.itself
     shown = advice.best if own in advice.best or own not in advice.known else [*advice.best, own]
     rows = {
-        "this run" if one == own else str(number): one for number, one in enumerate(shown, start=1)
+        "this run" if candidate == own else str(number): candidate
+        for number, candidate in enumerate(shown, start=1)
     }
     _print_table(rows, advice.known, COLUMNS)
     _print_text(_explanation_of_run(table, advice))
@@ -150,11 +151,11 @@ def _advise_run(path: Path) -> dict[str, Any]:
         "measured_step_s": table.step_s,
         "best": [
             {
-                **_figures(one, advice.known[one]),
-                "engines": one.split.engines[0].count,
-                "this_run": one == own,
+                **_figures(candidate, advice.known[candidate]),
+                "engines": candidate.split.engines[0].count,
+                "this_run": candidate == own,
             }
-            for one in shown
+            for candidate in shown
         ],
         "simulated": len(advice.known),
     }
@@ -203,9 +204,7 @@ def _quoted(text: str) -> str:
 
 
 def pools_of(base: RunConfig, asked: Asked) -> dict[str, Pool]:
-    """Return the GPUs that are given, or those of the configuration. Raises
-    ConfigError.
-    """
+    """Return the GPUs of the options, else of the configuration. Raises ConfigError."""
     if not asked.gpus and not asked.hardware:
         return _priced(_configured(base), asked.price)
     kinds = asked.hardware or [section(base).gpu]
@@ -226,7 +225,7 @@ def pools_of(base: RunConfig, asked: Asked) -> dict[str, Pool]:
 
 def _configured(base: RunConfig) -> dict[str, Pool]:
     """Return the GPUs of the simulated run that the configuration describes."""
-    section(base)  # refuses a run that is not one of [sim]
+    section(base)  # refuses a run without a section [sim]
     gpus = dict[str, int]()
     for number, group in enumerate(base.engines):
         name = group.pool if base.pools else NO_POOL
@@ -267,10 +266,11 @@ def _no_profile(name: str) -> str:
 
 
 def rank_bytes(config: RunConfig) -> int:
-    """Return the GPU memory that a rank of the trainer needs at least; of a mixture of
-    experts 0, since only its training state is estimated, by the simulator.
+    """Return the bytes of GPU memory that a rank of the trainer needs at least. Return
+    0 for a mixture of experts, of which only the training state is estimated, by the
+    simulator.
 
-    It is the estimate of `train --dry-run` for bfloat16, with activations that are
+    The estimate is that of `train --dry-run` for bfloat16 with activations that are
     computed again.
     """
     shape = model(section(config).model)
@@ -309,9 +309,9 @@ def _print_text(text: Sequence[str]) -> None:
 Column = Callable[[Candidate, Prediction], str]
 
 COLUMNS: dict[str, Column] = {
-    "mode": lambda one, _: mode_text(one),
-    "engines\nx GPUs": lambda one, _: " + ".join(map(_engines_text, one.split.engines)),
-    "trains": lambda one, _: f"{one.split.trainer} {one.split.pool}".strip(),
+    "mode": lambda candidate, _: mode_text(candidate),
+    "engines\nx GPUs": lambda candidate, _: " + ".join(map(_engines_text, candidate.split.engines)),
+    "trains": lambda candidate, _: f"{candidate.split.trainer} {candidate.split.pool}".strip(),
     "s/step": lambda _, it: f"{it.step_s:,.0f}" if it.step_s >= 10 else f"{it.step_s:.2f}",
     "tokens\n/step": lambda _, it: f"{it.step_tokens:,.0f}",
     "tokens/s": lambda _, it: f"{it.tokens_per_s:,.0f}",
@@ -321,7 +321,7 @@ COLUMNS: dict[str, Column] = {
     "idle\ntrainer": lambda _, it: f"{1 - it.trainer.get('busy', 0.0):.0%}",
     "limited by": lambda _, it: limit_text(it),
 }
-"""The columns of the table of the best, by their heads."""
+"""The columns of the table of the best candidates, by their heads."""
 
 
 def _print_table(
@@ -332,14 +332,16 @@ def _print_table(
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in ("", *columns):
         table.add_column(head, no_wrap=head != "limited by", overflow="fold")
-    for name, one in rows.items():
-        table.add_row(name, *(cell(one, predictions[one]) for cell in columns.values()))
+    for name, candidate in rows.items():
+        table.add_row(name, *(cell(candidate, predictions[candidate]) for cell in columns.values()))
     out.print(table)
 
 
-def mode_text(one: Candidate) -> str:
-    alpha = f" {one.pacing.alpha}" if one.pacing.alpha else ""
-    return f"{one.pacing.mode.value}{alpha}" + (", in turn" if one.split.colocated else "")
+def mode_text(candidate: Candidate) -> str:
+    alpha = f" {candidate.pacing.alpha}" if candidate.pacing.alpha else ""
+    return f"{candidate.pacing.mode.value}{alpha}" + (
+        ", in turn" if candidate.split.colocated else ""
+    )
 
 
 def _engines_text(group: EngineGroup) -> str:
@@ -347,18 +349,18 @@ def _engines_text(group: EngineGroup) -> str:
     return " ".join(filter(None, (f"{group.count} x {group.degree}", group.pool, phase)))
 
 
-def layout_text(one: Candidate) -> str:
+def layout_text(candidate: Candidate) -> str:
     engines = " and ".join(
         f"{group.count} engine{'s' * (group.count > 1)} of {group.degree} "
         f"GPU{'s' * (group.degree > 1)}"
         + (f" ({group.pool})" if group.pool else "")
         + (f" for {group.phase}" if group.phase != "both" else "")
-        for group in one.split.engines
+        for group in candidate.split.engines
     )
-    if one.split.colocated:
+    if candidate.split.colocated:
         return f"{engines} and the trainer take turns on all GPUs"
-    where = f" ({one.split.pool})" if one.split.pool else ""
-    return f"{one.split.trainer} GPUs{where} train beside {engines}"
+    where = f" ({candidate.split.pool})" if candidate.split.pool else ""
+    return f"{candidate.split.trainer} GPUs{where} train beside {engines}"
 
 
 def limit_text(prediction: Prediction) -> str:
@@ -391,17 +393,18 @@ def explanation(table: Splits, advice: Advice) -> list[str]:
         f"{top.stalest}); {top.dropped:.0%} of those started are not trained on.",
     ]
     age = top.staleness
-    for one in advice.best[1:]:
-        if predictions[one].staleness < age - FRESHER:
-            age = predictions[one].staleness
+    for candidate in advice.best[1:]:
+        if predictions[candidate].staleness < age - FRESHER:
+            age = predictions[candidate].staleness
             text.append(
-                f"With {age:.2f} steps of staleness (mode {mode_text(one)}; {layout_text(one)}) a "
-                f"step takes {predictions[one].step_s / top.step_s:.2f} times as long."
+                f"With {age:.2f} steps of staleness (mode {mode_text(candidate)}; "
+                f"{layout_text(candidate)}) a step takes "
+                f"{predictions[candidate].step_s / top.step_s:.2f} times as long."
             )
     near = [
         str(number)
-        for number, one in enumerate(advice.best[1:], start=2)
-        if predictions[one].fastest_s <= top.slowest_s
+        for number, candidate in enumerate(advice.best[1:], start=2)
+        if predictions[candidate].fastest_s <= top.slowest_s
     ]
     text += [
         "How sure: "
@@ -414,10 +417,11 @@ def explanation(table: Splits, advice: Advice) -> list[str]:
         + f" Of {advice.considered} candidates, {advice.simulated} were simulated; a closed form "
         "estimated the others to be slower.",
         *(f"Left out: {line}." for line in table.left_out),
-        "Learning is not simulated: a step on older data may teach less, and one that throws long "
-        "trajectories away trains on fewer tokens. Compare modes by staleness and tokens/s, too.",
+        "Learning is not simulated: a step on older data may teach less, and a mode that "
+        "throws long trajectories away trains on fewer tokens. Compare modes by staleness and "
+        "tokens/s, too.",
     ]
-    if any(one.split.colocated for one in advice.best):
+    if any(candidate.split.colocated for candidate in advice.best):
         text.append("Moving the trainer's state for engines in turn takes no simulated time.")
     return text
 
@@ -436,16 +440,17 @@ def _explanation_of_run(table: Reruns, advice: Advice) -> list[str]:
             f"This run as it was: {human_seconds(own.step_s)} a step are predicted{measured}"
         )
     text += [
-        f"Left out: mode {mode_text(one)} with {one.split.engines[0].count} engines: {why}."
-        for one, why in advice.failed.items()
+        f"Left out: mode {mode_text(candidate)} with "
+        f"{candidate.split.engines[0].count} engines: {why}."
+        for candidate, why in advice.failed.items()
     ]
     return [*text, "Learning is not simulated: compare modes by staleness, too."]
 
 
-def _figures(one: Candidate, prediction: Prediction) -> dict[str, Any]:
+def _figures(candidate: Candidate, prediction: Prediction) -> dict[str, Any]:
     return {
-        "mode": one.pacing.mode.value,
-        "alpha": one.pacing.alpha or None,
+        "mode": candidate.pacing.mode.value,
+        "alpha": candidate.pacing.alpha or None,
         "step_s": prediction.step_s,
         "step_tokens": prediction.step_tokens,
         "tokens_per_s": prediction.tokens_per_s,
@@ -456,13 +461,15 @@ def _figures(one: Candidate, prediction: Prediction) -> dict[str, Any]:
 
 
 def figures(table: Splits, advice: Advice) -> dict[str, Any]:
-    """Return the answer as numbers; seconds are simulated ones."""
+    """Return the answer as numbers. Seconds are simulated seconds."""
     return {
         "gpus": {
             name or pool.gpu: {"gpu": pool.gpu, "gpus": pool.gpus, "price": pool.price}
             for name, pool in table.pools.items()
         },
-        "best": [_row(table, one, advice.predictions[one]) for one in advice.best],
+        "best": [
+            _row(table, candidate, advice.predictions[candidate]) for candidate in advice.best
+        ],
         "saved_if_halved": advice.gains,
         "considered": advice.considered,
         "simulated": advice.simulated,
@@ -472,12 +479,12 @@ def figures(table: Splits, advice: Advice) -> dict[str, Any]:
     }
 
 
-def _row(table: Splits, one: Candidate, prediction: Prediction) -> dict[str, Any]:
+def _row(table: Splits, candidate: Candidate, prediction: Prediction) -> dict[str, Any]:
     return {
-        **_figures(one, prediction),
-        "colocated": one.split.colocated,
-        "trainer_gpus": one.split.trainer,
-        "trainer_pool": one.split.pool or None,
+        **_figures(candidate, prediction),
+        "colocated": candidate.split.colocated,
+        "trainer_gpus": candidate.split.trainer,
+        "trainer_pool": candidate.split.pool or None,
         "engines": [
             {
                 "pool": group.pool or None,
@@ -485,10 +492,10 @@ def _row(table: Splits, one: Candidate, prediction: Prediction) -> dict[str, Any
                 "degree": group.degree,
                 "phase": group.phase,
             }
-            for group in one.split.engines
+            for group in candidate.split.engines
         ],
         "step_s_range": [prediction.fastest_s, prediction.slowest_s],
-        "cost": table.cost_per_step(one, prediction.step_s),
+        "cost": table.cost_per_step(candidate, prediction.step_s),
         "staleness": {"mean": prediction.staleness, "max": prediction.stalest},
         "kv_used": prediction.kv_used,
         "engines_time": prediction.engines,
@@ -496,11 +503,11 @@ def _row(table: Splits, one: Candidate, prediction: Prediction) -> dict[str, Any
     }
 
 
-def lines(table: Splits, one: Candidate) -> list[str]:
+def lines(table: Splits, candidate: Candidate) -> list[str]:
     """Return the settings of a candidate, as TOML."""
-    split, pools = one.split, table.pools
-    text = ["[rollout]", f'mode = "{one.pacing.mode.value}"']
-    text += [f"alpha = {one.pacing.alpha}"] if one.pacing.alpha else []
+    split, pools = candidate.split, table.pools
+    text = ["[rollout]", f'mode = "{candidate.pacing.mode.value}"']
+    text += [f"alpha = {candidate.pacing.alpha}"] if candidate.pacing.alpha else []
     for group in split.engines:
         text += ["", "[[engines]]"]
         text += [f"count = {group.count}", f"degree = {group.degree}"]

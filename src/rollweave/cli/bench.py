@@ -80,9 +80,10 @@ def bench(
     install: bool = False,
 ) -> None:
     """Run benchmark `name`; with `profile`, write an engine's measured step times to
-    that file. `real`, `programs` and `install` are those of bench agents.
+    that file. `real`, `programs` and `install` are options of `bench agents`.
 
-    Raises ConfigError for an unknown name, and for options that do not apply to it.
+    Raises ConfigError for an unknown name, and for options that do not apply to the
+    benchmark.
     """
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
@@ -129,7 +130,7 @@ def bench(
 
 
 def _benchmark(module: str) -> ModuleType:
-    """Import a module of `benchmarks/`, which is beside `src/` in a checkout.
+    """Import a module of `benchmarks/`, which is next to `src/` in a checkout.
 
     Raises ConfigError if Rollweave does not run from a checkout.
     """
@@ -164,7 +165,7 @@ def _print_progress(text: str) -> None:
 
 
 def format_figure(value: "Figure") -> str:
-    """Return a figure as text: numbers with three digits or in whole, `-` for none."""
+    """Return a figure as text: numbers with three digits or as integers; "-": None."""
     if value is None:
         return "-"
     if isinstance(value, list):

@@ -18,16 +18,16 @@ INTRODUCTION = """\
 <!-- written by `rollweave config --markdown` -->
 
 Every setting of a configuration file, in the order of the sections. In a terminal,
-`rollweave config` lists the sections, `rollweave config rollout` the settings of one,
-and `rollweave config rollout.alpha` shows one setting. A setting on the command line
-replaces that of the file: `rollweave train CONFIG --set rollout.alpha=2`.
+`rollweave config` lists the sections, `rollweave config rollout` the settings of a
+section, and `rollweave config rollout.alpha` shows one setting. A setting on the
+command line replaces the file's: `rollweave train CONFIG --set rollout.alpha=2`.
 
 Editors that know JSON schemas check a file and complete its keys: write the schema
 with `rollweave config --json-schema > rollweave.schema.json`, and begin the file with
 `#:schema rollweave.schema.json` (Taplo, Even Better TOML).
 
-A setting that cannot be beside others, or has no effect beside them, is refused unless
-it has its default; [the last table](#settings-that-exclude-each-other) says when.
+A setting that others exclude, or that has no effect together with them, is refused
+unless it has its default; [the last table](#settings-that-exclude-each-other) says when.
 """
 
 

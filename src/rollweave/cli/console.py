@@ -26,17 +26,15 @@ from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.text import visible
 
 FAILED, WRONG_INPUT = 1, 2
-"""Exit codes, beside INTERRUPTED."""
+"""Exit codes, in addition to INTERRUPTED."""
 
 PIPED_WIDTH = 140
-"""Columns of output that does not go to a terminal, so that tables in files are not
-cut.
-"""
+"""Columns of output that does not go to a terminal: enough for tables in files."""
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise ConfigError unless `option` names a file that may be written at its
-    `path`.
+    """Raise ConfigError unless `path`, the value of `option`, is a file that may be
+    written.
     """
     if path.is_dir():
         raise ConfigError(f"{option} must name a file, got the directory {path}")
@@ -48,9 +46,9 @@ def check_writable(option: str, path: Path) -> None:
 
 class PipeConsole(Console):
     """A console that survives a closed pipe: a run continues without its reader, and
-    `rollweave trace … | head` ends without an error. No terminal acts on the text that
-    it prints: control characters in it, which may come from an agent, an engine or
-    another host, are visible.
+    `rollweave trace … | head` ends without an error. No terminal acts on the printed
+    text: control characters, which may come from an agent, an engine or another host,
+    are made visible.
     """
 
     def render(
@@ -66,7 +64,7 @@ class PipeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Discard all further output."""
         self.quiet = True
-        # or Python reports at exit that it could not flush
+        # otherwise Python reports at exit that it could not flush
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
@@ -112,6 +110,6 @@ def errors_reported() -> Iterator[None]:
         exit_on_interrupt()
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
-    except OSError as error:  # for example, a full disk or a file that may not be read
+    except OSError as error:  # for example, from a full disk or a file that may not be read
         print_error(named(error))
         raise typer.Exit(FAILED) from error

@@ -186,8 +186,8 @@ def _sockets() -> Check:
 
 
 def _sandbox_limits() -> Check:
-    """Check whether the kernel bounds a sandbox as a whole, and name what is unbounded
-    if it does not.
+    """Check whether the kernel bounds a sandbox as a whole. If not, name what is
+    unbounded.
     """
     missing = unbounded()
     if not missing:

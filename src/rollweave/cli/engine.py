@@ -46,7 +46,9 @@ SOCKET_BYTES = 104
 """Maximum length of a Unix socket's path on any system."""
 
 START_S = 300.0
-"""Maximum seconds to read a checkpoint: minutes for a large one on a slow disk."""
+"""Maximum seconds to read a checkpoint: a large checkpoint on a slow disk takes
+minutes.
+"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Number formats that the embedded engine computes in."""
@@ -55,7 +57,7 @@ REPLY_S = 60.0
 """Maximum seconds to read the engine's state, which waits for the end of a step."""
 
 SHUTDOWN_S = 1.0
-"""Maximum seconds for requests that are under way when the engine ends."""
+"""Maximum seconds for the end of requests that are under way when the engine ends."""
 
 TAKE_BACK = signal.SIGUSR1
 """Signal by which an operator takes a lent engine back."""
@@ -69,7 +71,7 @@ MODULE = "rollweave.runtime.entrypoints.engine"
 
 TOKEN_FILE = Path("rollweave") / "engine.token"
 """File with the token of all engines that this user starts, relative to the user's
-state directory. `--token-file` names another one.
+state directory. `--token-file` names another file.
 """
 
 
@@ -84,9 +86,9 @@ class EngineAccess(Access):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The part of requests that the engine computes: all of them, prompts only
-    (`prefill_only`), or what follows the prompts that the engine at `prefill_at`
-    computes.
+    """The part of requests that the engine computes: whole requests, prompts only
+    (`prefill_only`), or only the tokens after the prompts, which the engine at
+    `prefill_at` computes.
     """
 
     prefill_at: str | None = None
@@ -110,8 +112,9 @@ def phase_of(prefill_at: str | None, *, prefill_only: bool) -> Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Lending:
-    """The run that borrows the engine's slack, and what the engine's own clients are
-    promised. `tpot_ms` is None on an engine that computes prompts only.
+    """The run that borrows the engine's slack, and the latencies in milliseconds that
+    the engine's own clients are promised. `tpot_ms` is None for an engine that computes
+    prompts only.
     """
 
     joining: Joining
@@ -130,7 +133,7 @@ def lending_to(
     phase: Phase = WHOLE,
 ) -> Lending | None:
     """Return the loan that these options describe; None without an address. An option
-    that is None has its default.
+    that is None takes its default.
     """
     if controller is None:
         for name, value in (
@@ -306,8 +309,8 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
-    """Lend to the run of the agent's controller. Its end, or a refusal, is reported and
-    has no other consequence. `TAKE_BACK` ends the loan at once.
+    """Lend to the run of the agent's controller. The run's end, or a refusal, is
+    reported and has no other consequence. `TAKE_BACK` ends the loan immediately.
     """
 
     async def lend(agent: HostAgent) -> None:
@@ -342,8 +345,8 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 
 def _codec(directory: Path, template: Path | None) -> TextCodec:
-    """Return the checkpoint's codec: with its chat template, if it has one that grows
-    by appending, else that of its plain text. A `template` that is given must be one.
+    """Return the checkpoint's codec: of its chat template, if there is a template that
+    grows by appending, else of plain text. A given `template` must grow by appending.
     """
     try:
         return ChatCodec.from_directory(directory, template=template)
@@ -360,7 +363,9 @@ def _codec(directory: Path, template: Path | None) -> TextCodec:
 async def _prompts(
     phase: Phase, backend: EngineClient, token: str | None
 ) -> AsyncIterator[RemotePrefill | None]:
-    """Yield what brings the KV of prompts, if another engine computes them."""
+    """Yield the source of the prompts' KV if another engine computes prompts, else
+    None.
+    """
     if phase.prefill_at is None:
         yield None
         return

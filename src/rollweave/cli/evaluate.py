@@ -29,7 +29,7 @@ from rollweave.schema.serving import COLDEST
 from rollweave.schema.text import human_seconds
 
 DIRECTORY = "evaluations"
-"""Subdirectory of a run for its evaluations, each of which is a run directory."""
+"""Subdirectory of a run for its evaluations, which are run directories themselves."""
 
 
 class Subject(NamedTuple):
@@ -60,7 +60,7 @@ def evaluate(
 
     Raises ConfigError for a run or checkpoint that is missing or incomplete,
     RollweaveError if the evaluation has no result, and KeyboardInterrupt if the user
-    ended it before it had one.
+    ended the evaluation before it had a result.
     """
     subject = subject_of(target, env=env, overrides=overrides, checkpoint=checkpoint)
     config = evaluation_config(subject, episodes=episodes, temperature=temperature)
@@ -80,8 +80,8 @@ def evaluate(
 def subject_of(
     target: str, *, env: str | None, overrides: Sequence[str], checkpoint: str | None
 ) -> Subject:
-    """Return what `target` names: a configuration file, a checkpoint if `env` names an
-    environment for it, or else a run. Raises ConfigError.
+    """Return the subject that `target` names: a configuration file, a checkpoint if
+    `env` names its environment, or else a run. Raises ConfigError.
     """
     path = Path(target)
     if env is not None:
@@ -180,7 +180,7 @@ def evaluation_config(
 
 def half_width(rate: float, count: int) -> float:
     """Return half the width of Wilson's 95 % interval of a success rate over `count`
-    distinct tasks: repeated ones add nothing that this interval counts.
+    distinct tasks. Repeated tasks add no information and must not be counted.
     """
     z = 1.96
     if count < 1:

@@ -21,9 +21,9 @@ from rollweave.sim.ignored import ignored
 def search_seeds(
     path: Path | None, overrides: Sequence[str], ranges: Sequence[str], serving: Path | None = None
 ) -> None:
-    """Search the seeds in `ranges` for faults that break the core: in the configuration
-    at `path` beside the engines that the file `serving` describes, or without one, in
-    a scenario that the seed generates.
+    """Search the seeds in `ranges` for faults that break the core, in the configuration
+    at `path` with the serving engines that the file `serving` describes. Without a
+    configuration, each seed generates a scenario.
 
     Raises ConfigError.
     """

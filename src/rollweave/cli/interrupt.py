@@ -1,5 +1,5 @@
-"""Ctrl-C: ends the program silently before a command begins and after it has ended, and
-in order while it runs.
+"""Ctrl-C: ends the program silently before a command begins and after the command has
+ended, and in order while the command runs.
 
 Imports nothing that is slow, because it runs before everything else.
 """
@@ -11,15 +11,15 @@ from rollweave.io.process_setup import INTERRUPTED, reset_signals
 
 
 def install_signals() -> None:
-    """Set the program's signals, regardless of its parent's: SIGINT and SIGTERM end it,
-    and SIGHUP unless `nohup` ignores it.
+    """Set the program's signals, regardless of its parent's: SIGINT and SIGTERM end the
+    program, and so does SIGHUP unless `nohup` ignores it.
     """
     reset_signals(keep=(signal.SIGHUP,))
     exit_on_interrupt()
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the program at once and silently: no command runs."""
+    """Let Ctrl-C end the program immediately and silently, because no command runs."""
     # a program that calls us keeps its own handler
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)

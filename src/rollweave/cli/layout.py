@@ -21,8 +21,8 @@ UNKNOWN = "not known"
 
 
 def show_layout(layout: Layout, console: Console) -> None:
-    """Print the processes, the memory of one of each kind, and how full each memory
-    is.
+    """Print the processes, the needs of one process of each kind, and how full each
+    memory is.
     """
     known = all(process.host for process in layout.processes)
     _title(f"{len(layout.processes)} processes", console)
@@ -120,7 +120,7 @@ def _item(need: Need) -> str:
 
 
 class _Items:
-    """Items in as many lines as they need; no item is broken."""
+    """Items in as many lines as needed; no item is broken."""
 
     def __init__(self, items: Sequence[str]) -> None:
         self._items = [f"{item}," for item in items[:-1]] + [items[-1]]

@@ -64,7 +64,7 @@ Lend = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Lend what requests leave to the run whose controller is there.",
+        help="Lend idle time to the run whose controller is at HOST:PORT.",
     ),
 ]
 LendSecret = Annotated[
@@ -170,8 +170,8 @@ def train(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Train on the Ray cluster at HOST:PORT, or, with auto, on the one to which "
-            "this machine belongs.",
+            help="Train on the Ray cluster at HOST:PORT, or, with auto, on the cluster to "
+            "which this machine belongs.",
         ),
     ] = None,
 ) -> None:
@@ -252,8 +252,8 @@ def serve(
         Path,
         typer.Argument(
             metavar="CONFIG|RUN",
-            help="A TOML file with run.name, model.path and tasks (docs/SERVICE.md has a complete "
-            "one), or a trained run, whose best checkpoint is served.",
+            help="A TOML file with run.name, model.path and tasks (docs/SERVICE.md has an "
+            "example), or a trained run, whose best checkpoint is served.",
         ),
     ],
     overrides: Overrides = None,
@@ -292,8 +292,8 @@ def serve(
 
 @app.command()
 def rescore(run: Run) -> None:
-    """Ask again for the rewards that failed in RUN, and write those that come to its
-    records. RUN must not be running.
+    """Ask again for the rewards that failed in RUN, and write the obtained rewards to
+    its records. RUN must not be running.
     """
     with errors_reported():
         from rollweave.cli.rescore import rescore as work
@@ -314,8 +314,8 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A TOML file that describes serving engines beside the run, from which it may "
-            "borrow (docs/SIMULATE.md).",
+            help="A TOML file that describes serving engines next to the run, which may borrow "
+            "them (docs/SIMULATE.md).",
         ),
     ] = None,
     faults: Annotated[
@@ -367,8 +367,8 @@ def advise(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Search modes and splits of GPUs by simulation, and print the best five; of a run,
-    its modes and numbers of engines, by measured times.
+    """Search modes and splits of GPUs by simulation, and print the best five. For a
+    run, search its modes and numbers of engines, with measured times.
     """
     with errors_reported():
         from rollweave.cli.advise import Asked
@@ -401,8 +401,8 @@ def reproduce(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the tables as Markdown to FILE, between its two marks if it has them, "
-            "beside those of experiments that are not named.",
+            help="Write the tables as Markdown to FILE, between its two marks if it has them. "
+            "Tables of experiments that are not named stay.",
         ),
     ] = None,
 ) -> None:
@@ -508,7 +508,7 @@ def host(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Address at which the run's other hosts reach this one."),
+        typer.Option(help="Address at which the run's other hosts reach this host."),
     ] = None,
     secret_file: Annotated[
         Path | None,
@@ -523,8 +523,8 @@ def host(
         typer.Option(
             "--resource",
             metavar="NAME=COUNT",
-            help="A resource of this host by which a pool may select it, and how many processes "
-            "on CPUs it offers to the pool; any number without =COUNT. May be repeated.",
+            help="A resource by which a pool may select this host, and the number of processes on "
+            "CPUs that the host offers to the pool; any number without =COUNT. May be repeated.",
         ),
     ] = None,
     join_s: Annotated[
@@ -543,7 +543,7 @@ def host(
         typer.Option(
             "--env",
             metavar="NAME",
-            help="Pass an environment variable that cluster.env names on to processes here. May be "
+            help="Pass on to processes here an environment variable that cluster.env names. May be "
             "repeated.",
         ),
     ] = None,
@@ -657,7 +657,7 @@ def engines(
     now: Annotated[
         bool,
         typer.Option(
-            "--now", help="With --remove: remove it at once; other engines continue its turns."
+            "--now", help="With --remove: remove it immediately; other engines continue its turns."
         ),
     ] = False,
     json_: Json = False,

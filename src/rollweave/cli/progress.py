@@ -73,8 +73,8 @@ class Display(Protocol):
 def display(console: Console, *, name: str, steps: int) -> Display:
     """Return the display that suits the console.
 
-    `name` is that of the run; if `steps` is 0, the run only evaluates, and `name` is
-    what it evaluates.
+    `name` is the run's name. If `steps` is 0, the run only evaluates, and `name` is
+    what the run evaluates.
     """
     return (
         Terminal(console, name=name, steps=steps)
@@ -289,8 +289,8 @@ def step_text(line: Mapping[str, Any], steps: int) -> str:
 
 
 def evaluation_text(line: Mapping[str, Any], subject: str | None = None) -> str:
-    """Return an evaluation as one line: of `subject` if it is given, else of a step of
-    the run.
+    """Return an evaluation as one line. It names `subject` if it is given, else the
+    step of the run.
     """
     kind = "final evaluation" if line["final"] else "evaluation"
     title = f"{kind} at step {line['step']}" if subject is None else f"evaluation of {subject}"
@@ -309,8 +309,8 @@ def evaluation_text(line: Mapping[str, Any], subject: str | None = None) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw values as at most `CURVE_POINTS` blocks, each the mean of several values, on
-    a scale from 0 to 1, or wider if needed.
+    """Draw values as at most `CURVE_POINTS` blocks, which average several values, on a
+    scale from 0 to 1, or wider if needed.
     """
     low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
     count = min(len(values), CURVE_POINTS)

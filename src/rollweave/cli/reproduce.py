@@ -10,13 +10,13 @@ from typing import Any
 from rollweave.io.extras import without_distribution
 
 COMMANDS = "rollweave.commands"
-"""The entry points of commands that further distributions of this repository have."""
+"""Group of the entry points of commands in further distributions of this repository."""
 
 DISTRIBUTION = "rollweave-papers"
 
 
 def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path | None) -> None:
-    """Run the experiments of these names. Raises ConfigError where the papers'
+    """Run the experiments with these names. Raises ConfigError if the papers'
     distribution is not installed.
     """
     found = [entry for entry in entry_points(group=COMMANDS) if entry.name == "reproduce"]

@@ -1,5 +1,5 @@
 """`rollweave rescore`: asks again for the rewards that failed for good in a run, and
-writes those that come to its records.
+writes the obtained rewards to the run's records.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from rollweave.schema.work import Purpose, StopReason, Trajectory
 
 
 def rescore(name: str) -> None:
-    """Ask again for the missing rewards of run `name`, and write those that come.
+    """Ask again for the missing rewards of run `name`, and write the obtained rewards.
 
     Raises ConfigError, and typer.Exit if a reward failed again.
     """
@@ -68,7 +68,7 @@ async def _rescore_all(
     rewards: Rewards,
     attempts: Iterable[tuple[StoredAttempt, Trajectory]],
 ) -> Counter[str]:
-    """Write the scores that come, as they come; return the errors of the others."""
+    """Write scores as they are obtained; return the errors of all others."""
     errors: Counter[str] = Counter()
     slots = asyncio.Semaphore(config.rollout.max_running)
     with TrajectoryStore(directory) as store:

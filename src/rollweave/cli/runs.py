@@ -58,7 +58,7 @@ def clear(config: RunConfig) -> None:
 
 def exported_checkpoint(run: RunDir, which: str | None) -> tuple[int, Path]:
     """Return the step and the export directory of a checkpoint: `best`, `last` or the
-    number of a step; if None, that of `best`, or `last` if no checkpoint is the best.
+    number of a step; if None, of `best`, or of `last` if no checkpoint is the best.
 
     Raises ConfigError.
     """

@@ -19,8 +19,8 @@ from rollweave.service import launch
 from rollweave.service.backends import backend_factory
 
 SUFFIX = "-service"
-"""Suffix of a run's name in the name of a service that serves its checkpoint. The
-service's directory is beside the run's.
+"""Suffix that the name of a service has after the name of the run whose checkpoint it
+serves. The service's directory is next to the run's.
 """
 
 
@@ -52,9 +52,9 @@ def serve(
 
 
 def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration that serves the best checkpoint of a trained run, or
-    the last if no evaluation chose one, without its pairwise judges: a service compares
-    nothing.
+    """Return the configuration that serves the best checkpoint of a trained run, or the
+    last checkpoint if no evaluation chose the best. The run's pairwise judges are left
+    out, because a service compares nothing.
     """
     run = find_run(name)
     if not run.config.exists():
@@ -77,7 +77,7 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     served = trained.model_copy(
         update={"model": model, "run": section, "lora": None, "rewards": rewards}
     )
-    # beside no other reward, the environment's has no weight
+    # as the only reward, the environment's reward has no weight
     tasks = tuple(
         task if served.rewards_of(task.name) else task.model_copy(update={"env_weight": 1.0})
         for task in served.tasks

@@ -62,9 +62,9 @@ def simulate(
     faults: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Simulate the run that is configured in the file at `path`, beside the engines
-    that the file `serving` describes, and print its outcome; or search the seeds in
-    `faults`.
+    """Simulate the run that is configured in the file at `path`, with the serving
+    engines that the file `serving` describes, and print its outcome; or search the
+    seeds in `faults`.
     """
     if faults and as_json:
         raise ConfigError(
@@ -101,8 +101,8 @@ def simulate(
 
 
 def _kv_text(config: RunConfig, costs: Costs) -> str:
-    """Describe the size of an engine's KV cache, and which setting limits it; for
-    engines of several kinds, the smallest and the largest.
+    """Describe the size of an engine's KV cache, and the setting that limits it. For
+    engines of several kinds, describe the smallest and the largest cache.
     """
     degrees = config.allocation.degrees if config.allocation is not None else ()
     kinds = [
@@ -122,7 +122,7 @@ def _kv_text(config: RunConfig, costs: Costs) -> str:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """Return the figures of the table as numbers. Seconds are simulated ones."""
+    """Return the figures of the table as numbers. Seconds are simulated seconds."""
     return {
         "wall_s": outcome.summary.wall_s,
         "steps": outcome.summary.steps,
@@ -152,7 +152,7 @@ def staleness(outcome: Outcome) -> dict[int, int]:
 
 
 def serving_lines(serving: Latencies) -> list[tuple[str, str]]:
-    """Describe what the users of the serving engines saw, and what was lent."""
+    """Describe the latencies of the serving engines' users, and the lent time."""
     (_, _, first), (_, _, further) = serving.ttft_s, serving.tpot_s
     return [
         (

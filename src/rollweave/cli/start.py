@@ -31,9 +31,8 @@ def resolve(
 ) -> tuple[RunConfig, bool]:
     """Return the configuration that `source` refers to, and whether its run is resumed.
 
-    A run directory, or its name under `runs/`, refers to its configuration, and its run
-    is resumed unless `fresh`.
-    Raises ConfigError.
+    A run directory, or its name under `runs/`, refers to the run's configuration, and
+    the run is resumed unless `fresh`. Raises ConfigError.
     """
     if resume and fresh:
         raise ConfigError(
@@ -93,15 +92,17 @@ def train_quietly(
 
 
 def _path_of(source: str | os.PathLike[str]) -> Path:
-    """Return the path that `source` names: itself, or a run's under `runs/`."""
+    """Return the path that `source` names: `source` itself, or a run directory under
+    `runs/`.
+    """
     path = Path(source)
     named = RUNS / path
     return named if not os.path.exists(path) and RunDir(named).config.is_file() else path
 
 
 def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration of the run in directory `path`, which is its directory
-    even if the configuration names another one.
+    """Return the configuration of the run in directory `path`. The run's directory is
+    `path` even if the configuration names another directory.
     """
     config = load(path / "config.toml", overrides)
     here = path.resolve()

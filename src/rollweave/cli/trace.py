@@ -59,7 +59,7 @@ def trace(
     json_: bool = False,
 ) -> None:
     """List trajectories, or show `trajectory` (`g12.3`, or `g12.3/1` for its second
-    attempt); with `json_`, as one line of JSON.
+    attempt). With `json_`, print one line of JSON.
     """
     run = find_run(name)
     if not run.trajectories.is_dir():
@@ -87,7 +87,7 @@ def trace(
             if len(newest) < limit:
                 newest.append((entry, loaded))
     if json_:
-        lines = [attempt_line(*one) for one in newest[::-1]]
+        lines = [attempt_line(*attempt) for attempt in newest[::-1]]
         _print_json({"attempts": len(reader.entries), "matching": matching, "trajectories": lines})
         return
     _list(newest[::-1], matching, len(reader.entries))
@@ -230,7 +230,7 @@ def _show(
 
 def _cut(trajectory: Trajectory, text: str) -> str:
     """Fill `text` with the number of turns that a token limit cut and the number of all
-    turns; return "" if none was cut.
+    turns; return "" if no turn was cut.
     """
     turns = sum(len(sequence.turns) for sequence in trajectory.sequences)
     cut = cut_turns(trajectory)

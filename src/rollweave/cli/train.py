@@ -49,8 +49,8 @@ def train(
     """Train as configured in the file or run directory at `path`, and print the result.
 
     A dry run only checks the configuration and prints the processes. `hosts` is a file
-    that describes the hosts on which they would be. With `force`, checks that rest on
-    an estimate only warn.
+    that describes the hosts on which the processes would run. With `force`, checks that
+    rest on an estimate only warn.
     """
     if hosts is not None and not dry_run:
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
@@ -89,8 +89,8 @@ def run(
     force: bool = False,
     declared: Declared | None = None,
 ) -> Summary:
-    """Run to the end and print the summary. `declared` is what the tasks declare, if it
-    is known.
+    """Run to the end and print the summary. `declared` is what the tasks declare, if
+    known.
 
     Exits with 1 if the run failed, with 130 if the user ended it.
     """
@@ -167,8 +167,8 @@ def print_summary(summary: Summary, directory: Path) -> None:
 
 
 def _report(directory: Path) -> str:
-    """Write the run's report and return its path, or the reason why it was not written,
-    which must not fail the run.
+    """Write the run's report and return its path. A report that cannot be written must
+    not fail the run, so the reason is returned instead.
     """
     try:
         return escape(str(write_report(RunDir(directory))))

@@ -23,7 +23,7 @@ def ui(directory: Path | None, *, port: int, token_env: str | None) -> None:
         raise ConfigError(f"DIR must be a directory of runs or one run, got {str(path)!r}")
     given = given_token(token_env, no_token=False, host=HOST, named="--token-env")
     token = given or secrets.token_urlsafe(TOKEN_BYTES)
-    # only signals end it, so several of them end it in order, too
+    # only signals end the page, so several signals also end it in order
     with contextlib.suppress(KeyboardInterrupt):
         run_to_the_end(_serve(Runs(path.absolute()), token, port=port, shown=given is None))
 
