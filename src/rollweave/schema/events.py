@@ -232,8 +232,8 @@ class TurnWithdrawn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnProgress(Struct, frozen=True, kw_only=True):
-    """`output_tokens` of the open turn have been sampled, including those that this
-    dispatch resumed.
+    """`output_tokens` of the open turn have been sampled, including the tokens that
+    this dispatch resumed.
     """
 
     trajectory_id: TrajectoryId

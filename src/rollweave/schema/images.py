@@ -46,7 +46,7 @@ ImageReport = AskImage | HoldImage | MissImage
 
 
 class GrantImage(TaggedStruct, frozen=True, kw_only=True):
-    """Fetch the image from one of `peers`, the first of which is preferred.
+    """Fetch the image from one of `peers`, preferably the first.
 
     The `origin` gets it from outside instead: from the mirror, or by building it.
     """

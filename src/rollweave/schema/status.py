@@ -34,8 +34,8 @@ class WaitStatus(Struct, frozen=True, kw_only=True):
 
 class EngineState(Struct, frozen=True, kw_only=True):
     """An engine: its status since `seconds`, the version of its weights (-1 for none),
-    its turns and the number of turns that it can run at once. It is `lent` if it
-    computes next to the model of a serving engine.
+    its turns and the number of turns that it can run at the same time. It is `lent` if
+    it computes next to the model of a serving engine.
     """
 
     id: str
@@ -63,11 +63,11 @@ class TrainerState(Struct, frozen=True, kw_only=True):
 class RunStatus(Struct, frozen=True, kw_only=True):
     """The state of a run at run time `at`.
 
-    `written_at` is Unix time; `machine` and `pid` are those of the controller. `ended`
-    is true in the last one that a life of a run writes; `error` is that of the run, if
-    it ended with one. `attempts` counts attempts by stage, and `buffered` complete
-    groups, of which a step takes `wanted`. `hosts` has the names of hosts by number,
-    "" for the only one.
+    `written_at` is Unix time; `machine` and `pid` are the controller's. `ended` is true
+    in the last status that a life of a run writes; `error` is the run's error, if it
+    ended with an error. `attempts` counts attempts by stage, and `buffered` counts
+    complete groups; a step takes `wanted` groups. `hosts` has the names of hosts by
+    number, "" for a single host.
     """
 
     at: float

@@ -19,7 +19,7 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
-"""Control characters but tab and newline, and characters that begin a line or change
+"""Control characters except tab and newline, and characters that begin a line or change
 the direction of writing.
 """
 
@@ -64,7 +64,8 @@ def valid_tree(value: Any) -> Any:
 def decoding_failure(body: bytes, error: Exception) -> str:
     """Say why JSON could not be decoded.
 
-    Of half a surrogate pair, decoders say that the body is malformed or too short.
+    For half a surrogate pair, decoders only say that the body is malformed or too
+    short.
     """
     is_syntax = any(words in str(error) for words in ("truncated", "surrogate"))
     if is_syntax and _ESCAPED_SURROGATE.search(body):
@@ -93,8 +94,8 @@ def whole(text: str) -> int | None:
 
 
 def shortened(text: str, most: int = ERROR_CHARS) -> str:
-    """Return valid text of about `most` characters: a longer one is cut to its head and
-    tail.
+    """Return valid text of about `most` characters: a longer text is cut to its head
+    and tail.
     """
     if len(text) > most:
         half = most // 2
@@ -106,8 +107,8 @@ def shortened(text: str, most: int = ERROR_CHARS) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error that names the known name most like `name`; "" if none
-    is like it.
+    """Return the end of an error that names the known name most like `name`; "" if no
+    known name is like it.
     """
     near = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -406,15 +406,13 @@ class Split:
         return torch.cat(own, self.dim)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the parameter of which these are the parts of all ranks."""
+        """Return the parameter from the parts of all ranks."""
         by_rank = [part.chunk(self.blocks, self.dim) for part in parts]
         return torch.cat([part for block in zip(*by_rank, strict=True) for part in block], self.dim)
 
 
 def full_shape(local: Sequence[int], split: Split | None, ranks: RankGroup) -> torch.Size:
-    """Return the shape of the full parameter of which a rank's part has shape
-    `local`.
-    """
+    """Return a full parameter's shape, given the shape `local` of a rank's part."""
     if split is None:
         return torch.Size(local)
     size = list(local)

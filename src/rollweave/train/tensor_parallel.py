@@ -5,10 +5,10 @@ The plan names a style for modules and parameters. The styles are implemented he
 plain tensors: a rank has its part of a divided parameter as a parameter with a smaller
 shape, which FSDP2 shards like any other, and modules exchange activations before and
 after their forward pass. transformers' own implementation makes distributed tensors of
-the divided parameters only, on another mesh than the others, which neither the norm of
-the gradients nor a fused optimizer takes; and it sums the gradients of `PARTIAL`
-parameters once per micro-batch, so that the gradients of earlier micro-batches count
-several times.
+the divided parameters only, and on another mesh than the other parameters, a mixture
+that neither the norm of the gradients nor a fused optimizer accepts. It also sums the
+gradients of `PARTIAL` parameters once per micro-batch, so that the gradients of earlier
+micro-batches count several times.
 
 Invariants: the ranks of a tensor group have the same activations between layers, the
 same log-probs, and bitwise the same undivided parameters; a model whose plan leaves a
@@ -65,8 +65,8 @@ group, relative to its largest element. Rounding is below 1e-4.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """The parameters of a model that a tensor group divides, by name, and those that
-    have partial gradients.
+    """The parameters of a model that a tensor group divides, by name, and the
+    parameters that have partial gradients.
     """
 
     ranks: RankGroup = ALONE
@@ -187,8 +187,8 @@ def _is_known(module: nn.Module, style: str) -> bool:
 
 
 def _splits(causal: "PreTrainedModel", styles: Mapping[str, str]) -> dict[str, Split]:
-    """Return the divided parameters. Of an adapter, they are the matrix at the side at
-    which its layer is divided.
+    """Return the divided parameters. An adapter's divided parameter is the matrix at
+    the side at which its layer is divided.
     """
     splits = {}
     for name, _ in causal.named_parameters():
@@ -248,7 +248,7 @@ def _exchange(module: nn.Module, style: str, group: "ProcessGroup") -> None:
 
 
 class _Given(torch.autograd.Function):
-    """The same input on all ranks, each of which gives a part of its gradient."""
+    """The same input on all ranks. Each rank gives a part of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -261,7 +261,7 @@ class _Given(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of an output of which each rank has computed a part."""
+    """The sum of the parts of an output that the ranks have computed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -273,7 +273,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The full output, of which each rank has computed some of the last dimension."""
+    """The full output. Each rank has computed a part of the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -322,8 +322,8 @@ def _own_part(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
 
 def sync_tensor_group(model: nn.Module) -> None:
     """Complete the gradients of undivided parameters after the backward pass of a
-    minibatch: sum partial ones over the tensor group, and average the others, which
-    rounding on GPUs could otherwise make different.
+    minibatch: sum partial gradients over the tensor group, and average all others,
+    which rounding on GPUs could otherwise make different.
     """
     division = division_of(model)
     for name, gradient in _undivided_gradients(model):
@@ -366,7 +366,7 @@ def check_gradients(model: nn.Module) -> None:
     wrong = [
         name
         for name, (gap, scale) in gaps.items()
-        # rounding is all that a gradient of 0 has
+        # a gradient of 0 consists of rounding alone
         if not gap <= GRADIENT_TOLERANCE * max(scale, GRADIENT_TOLERANCE * largest)
     ]
     ranks.raise_together(

@@ -94,7 +94,7 @@ class Trainer:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         device = device_named(config.model.device)
         self._ranks = ranks = with_tensor_groups(ranks, config.trainer.tensor_parallel, device)
-        # engines may have the device now; shards are made there, and leave it at once
+        # engines may have the device now; shards are made there, and leave immediately
         alone = config.trainer.colocated and ranks.world_size == 1
         self._model = load_trained_model(
             model_dir,
@@ -275,7 +275,7 @@ class Trainer:
 
     def _rows(self, batch: Batch) -> list[Row]:
         """Return the batch's rows. Raises `TrainerError` for a batch that is not the
-        next one, or of another vocabulary.
+        next one, or has another vocabulary.
         """
         if (batch.step, batch.part) != (self._step, self._parts_done):
             raise TrainerError(
@@ -296,8 +296,8 @@ class Trainer:
     def _unchanged_on_failure(self) -> Iterator[None]:
         """Restore the state from before the batch if it fails.
 
-        A failing minibatch changes nothing itself, but those before it did: a copy is
-        kept only if there are several.
+        A failing minibatch changes nothing itself, but the minibatches before it did: a
+        copy is kept only if there are several minibatches.
         """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
         before = Snapshot.take(self._model, self._optimizer) if several else None
@@ -332,8 +332,8 @@ class Trainer:
         return Published(manifest=manifest, publish_s=time.perf_counter() - started)
 
     def _save(self, command: Save) -> Copied | Saved:
-        """Copy the checkpoint, and write it, or leave that to `write`. Every rank
-        copies its own shards.
+        """Copy the checkpoint, and write it, or leave the writing to `write`. Every
+        rank copies its own shards.
         """
         started = time.perf_counter()
         state, error = None, ""
@@ -353,8 +353,8 @@ class Trainer:
         return Saved(path=command.path, save_s=time.perf_counter() - started)
 
     def _copy(self) -> checkpoint.Checkpoint:
-        """Copy this rank's part of the state. Raises `TrainerError` if there is none to
-        be saved now.
+        """Copy this rank's part of the state. Raises `TrainerError` if no state can be
+        saved now.
         """
         if self._parts_done:
             raise TrainerError(
@@ -375,8 +375,8 @@ class Trainer:
         )
 
     def _constants(self) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors of the model's checkpoint that training does not
-        change, unless all but the adapters are such tensors.
+        """Return copies of the checkpoint's tensors that training does not change;
+        nothing with adapters, where training changes none of the model's tensors.
         """
         if self._config.lora is not None:
             return {}
@@ -405,7 +405,7 @@ class Trainer:
         on_done: Callable[[TrainerReply], None],
     ) -> None:
         error = self._write(command, state)
-        # before the report: the next checkpoint may follow it at once
+        # before the report: the next checkpoint may follow immediately
         self._writing = False
         if not self._ranks.is_first:
             return

@@ -241,7 +241,7 @@ class Relay:
     # Fetching.
 
     async def _run_commands(self, pending: _PendingVersion) -> None:
-        """Execute the commands of one version, of which only the last counts."""
+        """Execute the commands of one version. Only the last command counts."""
         publication_id = pending.manifest.publication_id
         while pending.commands:
             command = pending.commands[0]

@@ -1,5 +1,5 @@
-"""Decide how many turns an engine should run at once, by profiled step times (ROSE
-§4.3, App. A).
+"""Decide how many turns an engine should run at the same time, by profiled step times
+(ROSE §4.3, App. A).
 
 Throughput grows with the number of sequences in a step, but ever more slowly, while
 each sequence takes longer, and the KV may not fit. ROSE profiles an engine offline, and

@@ -14,7 +14,7 @@ from rollweave.schema.work import Purpose
 def surviving_version(checkpoint: int | None, *, warms_up: bool) -> int:
     """Return the newest version that a restored trainer has or had; -1 if no version is
     certain. Later versions belong to a lost lineage: their numbers will mean other
-    weights. Without a checkpoint the trainer begins anew, with the same weights unless
+    weights. Without a checkpoint the trainer begins again, with the same weights unless
     it warms up.
     """
     if checkpoint is not None:

@@ -127,8 +127,8 @@ class Unread(Struct, frozen=True, kw_only=True):
 
 class Ask(Struct, frozen=True, kw_only=True):
     """A wish that some chat templates can read: `arguments` are (name, value) pairs of
-    template arguments, any of which expresses it. `thinks` is whether it asks for
-    thoughts, which a model may have, or lack, without a template argument.
+    template arguments; any of the pairs expresses the wish. `thinks` is whether it asks
+    for thoughts, which a model may have, or lack, without a template argument.
     """
 
     field: str

@@ -324,7 +324,7 @@ def prompt_scores(
 
 
 class Chunks:
-    """The chunks of one stream, the first of which names the role."""
+    """The chunks of one stream. The first chunk names the role."""
 
     def __init__(self, codec: TextCodec, head: ReplyHead, chat: ChatRequest) -> None:
         self._codec, self._head, self._chat = codec, head, chat

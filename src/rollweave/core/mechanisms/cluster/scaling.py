@@ -28,7 +28,7 @@ longer.
 
 
 def resize(run: Run) -> None:
-    """Start or wake as many workers as are needed, and retire those that have not been
+    """Start or wake the workers that are needed, and retire workers that have not been
     needed for long.
     """
     if not run.config.workers.elastic:

@@ -142,7 +142,9 @@ def check_timeouts(run: Run) -> None:
 
 def check(run: Run) -> None:
     """Assert that only scored members of groups with a judge are compared."""
-    comparing = [one for one in run.state.groups.values() if one.status is GroupStatus.COMPARING]
+    comparing = [
+        group for group in run.state.groups.values() if group.status is GroupStatus.COMPARING
+    ]
     assert {group.id for group in comparing} == run.part(Comparison).groups.keys()
     for group in comparing:
         assert group.name in run.compared_domains, group

@@ -187,20 +187,20 @@ def step_times(measured: Sequence[StepTime], *, largest: int) -> Array:
     batch. Beyond the largest batch it continues with the slope over the upper half of
     the measurements, because a single segment would be noise.
     """
-    for one in measured:
-        if one.batch < 1 or not (math.isfinite(one.seconds) and one.seconds > 0):
+    for step in measured:
+        if step.batch < 1 or not (math.isfinite(step.seconds) and step.seconds > 0):
             raise ValueError(
-                f"profile must have batches of at least 1 and finite positive seconds, got {one}"
+                f"profile must have batches of at least 1 and finite positive seconds, got {step}"
             )
     batches, inverse, counts = np.unique(
-        [one.batch for one in measured], return_inverse=True, return_counts=True
+        [step.batch for step in measured], return_inverse=True, return_counts=True
     )
     if not len(batches) or (len(batches) < 2 and largest > batches[0]):
         raise ValueError(
             f"profile must have two different batches to reach a batch of {largest}, "
             f"got {batches.tolist()}"
         )
-    means = np.bincount(inverse, weights=[one.seconds for one in measured]) / counts
+    means = np.bincount(inverse, weights=[step.seconds for step in measured]) / counts
     fitted = _isotonic(means, counts)
     wanted = np.arange(1, largest + 1)
     step_s = np.interp(wanted, batches, fitted)

@@ -39,7 +39,7 @@ FINISHED = (Stage.EVAL_QUEUED, Stage.EVAL, Stage.SCORED)
 
 
 def begin_attempt(run: Run, trajectory: Trajectory) -> None:
-    """Begin with a new attempt, of which only the task domain is known."""
+    """Begin with a new attempt. Only its task domain is known."""
     work = run.part(Lengths).trajectories[trajectory.id] = Work()
     stats = domain_of(run, trajectory)
     if stats.lengths:

@@ -1,5 +1,5 @@
-"""The trajectories under way by predicted length, among those that prefer the same
-pool, and the work that remains for each engine's assigned trajectories.
+"""The trajectories under way, ranked by predicted length among the trajectories that
+prefer the same pool, and the remaining work of each engine's assigned trajectories.
 
 Derived from the state (`Work.estimate`, `kv_token_steps` and `assigned_engine`) and
 never written to a snapshot; `check` compares the index with a fresh one. A rank is a

@@ -227,9 +227,9 @@ def end_if_last(run: Run, engine: Engine, reason: str) -> None:
     ):
         return
     planned = state.membership.pending_degrees or any(
-        one.returns or _has_place(run, one)
-        for one in state.hosts.unplaced
-        if run.config.engines[one.group].phase != "prefill"
+        slot.returns or _has_place(run, slot)
+        for slot in state.hosts.unplaced
+        if run.config.engines[slot.group].phase != "prefill"
     )
     if not (planned and state.hosts.up):
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"

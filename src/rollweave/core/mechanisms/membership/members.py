@@ -118,9 +118,9 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
             f"{slot.group}"
         )
     addresses = config.engines[slot.group].address
-    if addresses and sum(one.seat.group == slot.group for one in state.engines.values()) >= len(
-        addresses
-    ):
+    if addresses and sum(
+        engine.seat.group == slot.group for engine in state.engines.values()
+    ) >= len(addresses):
         return f"engines.{slot.group}.address has {len(addresses)} servers, each with an engine"
     if number_of(slot.id) < state.membership.next_number:
         return f"{slot.id} was the name of another engine"

@@ -58,7 +58,9 @@ def plan(run: Run) -> None:
         )
         run.warn("allocation", why, count="degree_unmeasured")
     works = _batch(run)
-    planned = [one for one in state.engines.values() if one.seat.degree not in allocation.awaited]
+    planned = [
+        engine for engine in state.engines.values() if engine.seat.degree not in allocation.awaited
+    ]
     budget = config.budget - _used(state) + sum(engine.seat.degree for engine in planned)
     degrees = [degree for degree in measured if degree <= budget]
     if len(degrees) > 1 and is_sum(budget, degrees) and len(works) >= budget // min(degrees):

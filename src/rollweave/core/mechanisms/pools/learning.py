@@ -258,7 +258,7 @@ def _cost_on(
     own = fits.get(kind_of(run, engine))
     if own is not None:
         return cost(profile, own, batch=batch)
-    mean = statistics.fmean(cost(profile, one, batch=batch).seconds for one in fits.values())
+    mean = statistics.fmean(cost(profile, fit, batch=batch).seconds for fit in fits.values())
     return Cost(seconds=mean, error_s=mean)
 
 

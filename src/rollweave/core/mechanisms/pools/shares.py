@@ -36,7 +36,7 @@ a domain sum to 1; a domain without shares runs on any engine.
 
 
 class Assignment(Struct, frozen=True, kw_only=True):
-    """The shares of least makespan, without those that are 0."""
+    """The shares of least makespan, without shares of 0."""
 
     shares: dict[str, dict[str, float]]
     makespan_s: float

@@ -294,7 +294,7 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
     other = run.pacing.awaited_weights(run)
     if other not in retained:
         return None  # only a checkpoint has them, or nothing waits for them
-    return other if not any(other in one.versions for one in part.relays.values()) else None
+    return other if not any(other in holder.versions for holder in part.relays.values()) else None
 
 
 def check_timeouts(run: Run) -> None:

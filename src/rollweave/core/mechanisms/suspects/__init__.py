@@ -79,9 +79,18 @@ def on_failed(run: Run, engine: Engine, failure: EngineFailure) -> None:
     if not computing or engine.lender:  # a loan may end at any moment
         return
     suspicion = Suspicion(engine=engine.id, epoch=engine.epoch)
-    newest = sorted(_computed(run, engine), key=lambda one: _given_at(one.open_turn), reverse=True)
+    newest = sorted(
+        _computed(run, engine), key=lambda trajectory: _given_at(trajectory.open_turn), reverse=True
+    )
     late = list(_late(run, engine))
-    guilty = next((one for one in (*newest, *late) if one.open_turn.suspicion is not None), None)
+    guilty = next(
+        (
+            trajectory
+            for trajectory in (*newest, *late)
+            if trajectory.open_turn.suspicion is not None
+        ),
+        None,
+    )
     former = None if guilty is None else guilty.open_turn.suspicion
     if guilty is not None and former is not None:
         _convict(run, guilty, former, engine)
@@ -221,7 +230,9 @@ def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine 
     isolating = {
         engine.id: engine for engine in engines.values() if engine.failures.isolates is not None
     }
-    own = next((one for one in isolating.values() if one.failures.isolates == trajectory.id), None)
+    own = next(
+        (engine for engine in isolating.values() if engine.failures.isolates == trajectory.id), None
+    )
     if own is not None and any(load.id == own.id for load in loads):
         return own
     if own is not None:  # it takes no turns for a while, or has other weights

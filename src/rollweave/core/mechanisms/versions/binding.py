@@ -74,9 +74,9 @@ def _with_capacity(run: Run) -> list[Engine]:
     """
     engines, loads, batches = run.state.engines, index_of(run).loads, _batch_sizes(run)
     return [
-        engines[one]
-        for one in run.fleet.loads
-        if one not in loads or len(loads[one].remaining) < batches[one]
+        engines[engine_id]
+        for engine_id in run.fleet.loads
+        if engine_id not in loads or len(loads[engine_id].remaining) < batches[engine_id]
     ]
 
 
@@ -290,9 +290,9 @@ def _evaluation_holder(run: Run) -> EngineId | None:
         return None
     first = next(
         (
-            one.id
-            for one in state.engines.values()
-            if one.samples and one.publication_id == current.publication_id
+            engine.id
+            for engine in state.engines.values()
+            if engine.samples and engine.publication_id == current.publication_id
         ),
         None,
     )
@@ -411,9 +411,10 @@ def _unassigned(run: Run) -> list[Trajectory]:
         if member in state.trajectories
     ]
     unassigned = [
-        one
-        for one in listed
-        if work_of(run, one).assigned_engine is None and one.stage in (Stage.INIT, Stage.RUN)
+        trajectory
+        for trajectory in listed
+        if work_of(run, trajectory).assigned_engine is None
+        and trajectory.stage in (Stage.INIT, Stage.RUN)
     ]
     run.part(Versions).unassigned = {trajectory.id: None for trajectory in unassigned}
     return unassigned

@@ -77,12 +77,17 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
     final: dict[EngineId, EngineId] = {}
     for publication_id in dict.fromkeys(replica.publication_id for replica in replicas):
         group = [
-            one
-            for one in replicas
-            if one.publication_id == publication_id and _is_candidate(one, batch_max, kv_max)
+            replica
+            for replica in replicas
+            if replica.publication_id == publication_id
+            and _is_candidate(replica, batch_max, kv_max)
         ]
         final |= _merged(group, batch_max, kv_max)
-    return [Move(source=one, target=final[one]) for one in ids if final.get(one, one) != one]
+    return [
+        Move(source=source, target=final[source])
+        for source in ids
+        if final.get(source, source) != source
+    ]
 
 
 def batch_bound(profile: Sequence[StepTime], *, largest: int, slower: float = SLOWER) -> int:
