@@ -62,8 +62,8 @@ class ImageCache:
         self._blobs = Blobs(folder / "blobs", mirror=mirror, limit_bytes=limit_bytes)
         self.images = Images(folder, self._blobs)
         self._held: dict[str, tuple[int, int]] = {}
-        """For each image that this process holds, the descriptor that locks it, and the
-        number of holds.
+        """The descriptor that locks an image, and the number of holds, by each image that
+        this process holds.
         """
         self._mutex = threading.Lock()
         self.dropped: deque[str] = deque()
