@@ -62,8 +62,8 @@ class ImageCache:
         self._blobs = Blobs(folder / "blobs", mirror=mirror, limit_bytes=limit_bytes)
         self.images = Images(folder, self._blobs)
         self._held: dict[str, tuple[int, int]] = {}
-        """The descriptor that locks an image, and the number of holds, by each image that
-        this process holds.
+        """The descriptor that locks an image that this process holds, and the number of
+        its holds, by image.
         """
         self._mutex = threading.Lock()
         self.dropped: deque[str] = deque()
