@@ -462,3 +462,25 @@ async def test_logprobs_of_another_distribution_are_refused(
 def test_invalid_spec_is_refused(values: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         spec(**{"url": "http://x", **values})
+
+
+@pytest.mark.parametrize(("leased", "error"), [(True, EngineLostError), (False, EngineError)])
+async def test_a_leased_server_that_refuses_the_token_is_lost(
+    leased: bool, error: type[EngineError]
+) -> None:
+    """It was started anew; any other server may be set right."""
+    answers = [FINE]
+
+    async def handle(exchange: Exchange) -> None:
+        await answers[-1](exchange)
+
+    async with serving(handle) as wire:
+        engine = HttpEngine(spec(wire.url), check_s=1000.0, leased=leased)
+        try:
+            await engine.ready()
+            answers.append(claims({}, status=401))
+            with pytest.raises(error, match="its lease is over" if leased else "status 401"):
+                await engine.generate(request())
+            assert engine.lost.done() is leased
+        finally:
+            await engine.close()

@@ -130,9 +130,11 @@ class HttpEngine:
         hosts: Hosts | None = None,
         silence_s: float = SILENCE_S,
         spoken: StreamingDialect | None = None,
+        leased: bool = False,
     ) -> None:
         """`spoken` takes the place of the dialect that `spec` names, and the server's
-        answers are streamed if their tokens are to be reported.
+        answers are streamed if their tokens are to be reported. `leased` is as in
+        `Transport`.
         """
         self._spec, self._start_s, self._reply_s, self._check_s = spec, start_s, reply_s, check_s
         self._name, self._on_retry = spec.name, on_retry
@@ -147,6 +149,7 @@ class HttpEngine:
             reply_s=reply_s,
             body_s=body_s,
             silence_s=silence_s,
+            leased=leased,
         )
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[str, _Call] = {}

@@ -100,6 +100,7 @@ ERROR_CHARS = 300
 """Maximum number of characters of a server's message in an error."""
 
 BUSY = (429, 503)
+UNAUTHORIZED = 401
 
 DATA = b"data: "
 """Beginning of a server-sent event with an answer; others are comments."""
@@ -151,7 +152,8 @@ class Transport:
     `BODY_S`, and `silence_s` as `SILENCE_S`.
 
     It connects to `hosts` only; None admits all. `reply_s` bounds connecting, a health
-    check and a `get`.
+    check and a `get`. A `leased` server that refuses the token has been started anew or
+    is leased to another engine, and is lost.
     """
 
     def __init__(
@@ -164,8 +166,9 @@ class Transport:
         reply_s: float,
         body_s: float = BODY_S,
         silence_s: float = SILENCE_S,
+        leased: bool = False,
     ) -> None:
-        self._name, self._url = name, url.rstrip("/")
+        self._name, self._url, self._leased = name, url.rstrip("/"), leased
         if hosts is not None and ip_address(host := host_of(url)) and not hosts.admits_ip(host):
             raise EngineError(
                 f"{name} is at {host}, which is not among the hosts that may be reached"
@@ -274,6 +277,8 @@ class Transport:
                     raise BusyError(
                         response.status, retry_after_s(response.headers.get("Retry-After"))
                     )
+                self._check_lease(response.status)
+                self.raise_if_lost()
                 answer = await read(response, path)
         except (aiohttp.ClientError, OSError) as error:
             await self.confirm_health()
@@ -289,6 +294,11 @@ class Transport:
                 f"{self._name} answered {path} with status {response.status}: {detail}",
             )
         return answer
+
+    def _check_lease(self, status: int) -> None:
+        """Declare a leased server lost whose answer says that the lease is over."""
+        if self._leased and status == UNAUTHORIZED:
+            self.mark_lost("its lease is over: it was started anew, or is another engine's")
 
     async def _read_body(self, response: aiohttp.ClientResponse, path: str) -> bytes:
         """Read the body, within its limits."""
@@ -382,6 +392,7 @@ class Transport:
                 self._session.get(f"{self._url}/health", allow_redirects=False) as response,
             ):
                 self.trouble = f"its health is status {response.status}"
+                self._check_lease(response.status)
                 return response.status < 500
         except TimeoutError:
             self.trouble = f"no answer to a health check within {self._reply_s:g} s"

@@ -257,7 +257,11 @@ class ServerEngine:
                 await self._close_clients()
                 raise
         self._http = HttpEngine(
-            where, start_s=settings.start_s, reply_s=REPLY_S, spoken=self._dialect
+            where,
+            start_s=settings.start_s,
+            reply_s=REPLY_S,
+            spoken=self._dialect,
+            leased=bool(settings.addresses),
         )
         try:
             await self._http.ready()
