@@ -59,7 +59,9 @@ def main(directory: Path, where: str, spare: int) -> None:
     assert f"last good checkpoint: step {max(checkpoints)}" in error, checkpoints
     lineage.take(config)
     (disk / BALLAST).unlink()
-    check_totals(config, run_to_end(config, resume=True))
+    # Each step since the last good checkpoint is lost, with its trajectories.
+    lost = config.run.steps - max(checkpoints)
+    check_totals(config, run_to_end(config, resume=True), losses=lost)
     lineage.take(config)
     lineage.check(config.run.steps)
 
