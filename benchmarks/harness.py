@@ -18,6 +18,17 @@ ROOT = Path(__file__).parents[1]
 END_S = 30.0
 """Maximum seconds for a child to end after its input has."""
 
+QUICK = ("run.steps=4", "eval={final_episodes=0}", "warmup.steps=5")
+"""Settings of a training run of `--quick`."""
+MODE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "sync": ("rollout.mode=sync",),
+    "one_step": ("rollout.mode=one_step",),
+    "partial": ("rollout.mode=partial", "rollout.alpha=1"),
+    "bounded": ("rollout.mode=bounded", "rollout.alpha=1"),
+    "decoupled": ("rollout.mode=decoupled",),
+}
+"""Mode → its settings in benches that compare modes."""
+
 Progress = Callable[[str], None]
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress, ratio, slow_lake
+from benchmarks.harness import QUICK, Progress, ratio, slow_lake
 from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved, shares, to_target
 from rollweave.record.rundir import RunDir
 
@@ -27,7 +27,6 @@ COMMON = (
     "run.steps=100",
     "run.name=variants",
 )
-QUICK = ("run.steps=4", "eval={final_episodes=0}", "warmup.steps=5")
 LR = "trainer.lr=1e-2"
 """Learning rate of adapters: three times that of all weights."""
 

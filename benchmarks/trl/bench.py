@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress, ratio, scratch_folder
+from benchmarks.harness import MODE_SETTINGS, Progress, ratio, scratch_folder
 from benchmarks.runs import conditions_of, example, measure, missed, trained
 from benchmarks.trl.curve import Evaluation, LearningCurve
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
@@ -42,15 +42,6 @@ TARGET = 0.8
 """Success at the sampling temperature."""
 
 SEEDS = 1
-OURS: Mapping[str, tuple[str, ...]] = {
-    "sync": ("rollout.mode=sync",),
-    "one_step": ("rollout.mode=one_step",),
-    "partial": ("rollout.mode=partial", "rollout.alpha=1"),
-    "bounded": ("rollout.mode=bounded", "rollout.alpha=1"),
-    "decoupled": ("rollout.mode=decoupled",),
-}
-"""Variant of ours → its settings."""
-
 COMPARED: Mapping[str, str] = {"": "bounded", "_sync": "sync"}
 """Suffix of a ratio → the variant of ours that TRL is compared with."""
 
@@ -75,7 +66,7 @@ constant learning rate.
 QUICK = ("run.steps=4", "eval.episodes=8")
 QUICK_WARMUP = ("warmup.steps=5",)
 FIGURES = tuple(
-    f"{what}_{side}" for what in ("step_s", "wall_s", "steps") for side in (*OURS, TRL)
+    f"{what}_{side}" for what in ("step_s", "wall_s", "steps") for side in (*MODE_SETTINGS, TRL)
 ) + tuple(f"{what}_ratio{suffix}" for suffix in COMPARED for what in ("step", "wall", "steps"))
 
 DIFFERENCES = (
@@ -103,7 +94,7 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     path = example(CONFIG)
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else SEEDS
-    learned: dict[str, list[LearningCurve]] = {name: [] for name in (*OURS, TRL)}
+    learned: dict[str, list[LearningCurve]] = {name: [] for name in (*MODE_SETTINGS, TRL)}
     with scratch_folder() as scratch:
         for seed in range(count):
             first = build_initial(
@@ -111,7 +102,7 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
                 scratch / f"seed-{seed}",
             )
             common = [*overrides, f'model={{path="{first}"}}', "warmup={}", f"run.seed={seed}"]
-            for name, settings in OURS.items():
+            for name, settings in MODE_SETTINGS.items():
                 run = measure(path, [*common, *settings]).with_engines_ready(1)
                 learned[name].append(LearningCurve.of(run, TARGET))
                 progress(f"seed {seed}, {name}: {described(learned[name][-1])}")
@@ -120,7 +111,7 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "trl": version,
         "seeds": list(range(count)),
-        "variants": {name: list(settings) for name, settings in OURS.items()},
+        "variants": {name: list(settings) for name, settings in MODE_SETTINGS.items()},
         "target_success": TARGET,
         "same": "initial weights after the warm-up, tasks in order, tokens and limits of an "
         "episode, trajectories and groups in a step, temperature, AdamW and its learning rate, "

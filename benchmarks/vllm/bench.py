@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
-from benchmarks.harness import Progress, ratio, scratch_folder
+from benchmarks.harness import MODE_SETTINGS, QUICK, Progress, ratio, scratch_folder
 from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, to_target
 from benchmarks.soak.lineage import versions_of
 from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds
@@ -38,11 +38,7 @@ CONFIG = "frozenlake_fixed.toml"
 TARGET = 0.9
 """Success at the sampling temperature."""
 
-MODES: Mapping[str, tuple[str, ...]] = {
-    "bounded": ("rollout.mode=bounded", "rollout.alpha=1"),
-    "partial": ("rollout.mode=partial", "rollout.alpha=1"),
-    "decoupled": ("rollout.mode=decoupled",),
-}
+MODES = {name: MODE_SETTINGS[name] for name in ("bounded", "partial", "decoupled")}
 QUICK_MODES = ("partial",)
 KINDS = ("embedded", "vllm")
 SEEDS = 1
@@ -62,7 +58,6 @@ COMMON = (
     "run.checkpoint_every=0",
     "watchdog.train_s=2000",
 )
-QUICK = ("run.steps=4", "eval={final_episodes=0}", "warmup.steps=5")
 REFUSED = "which it has not had since the request was sent"
 """The end of the error of an answer that names a version that its server never had."""
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.harness import MODE_SETTINGS
 from benchmarks.runs import example
 from benchmarks.trl import process
 from benchmarks.trl.bench import (
     COMMON,
     CONFIG,
     FIGURES,
-    OURS,
     QUICK,
     TARGET,
     bench_trl,
@@ -153,7 +153,7 @@ def test_the_training_of_trl_is_that_of_the_configuration(tmp_path: Path, model:
 
 
 def test_every_variant_is_a_configuration(model: Path) -> None:
-    for settings in OURS.values():
+    for settings in MODE_SETTINGS.values():
         own = [*settings, f'model={{path="{model}"}}', "warmup={}"]
         for quick in ((), QUICK):
             config = load(example(CONFIG), [*COMMON, *quick, *own])
@@ -257,7 +257,7 @@ def learned(step_s: float, steps: int | None) -> LearningCurve:
 
 
 def all_learned(*steps_of_trl: int | None) -> dict[str, list[LearningCurve]]:
-    ours = {name: [learned(1.0, 20) for _ in steps_of_trl] for name in OURS}
+    ours = {name: [learned(1.0, 20) for _ in steps_of_trl] for name in MODE_SETTINGS}
     bounded = [learned(0.5 if seed == 0 else 0.7, 20) for seed in range(len(steps_of_trl))]
     return ours | {"bounded": bounded, "trl": [learned(2.0, steps) for steps in steps_of_trl]}
 
