@@ -152,18 +152,23 @@ def main() -> int:
     if len(arguments.packages) == 1:
         rows = [measured(arguments.packages[0], arguments)]
     else:
-        rows = [row for package in arguments.packages for row in _apart(package)]
+        rows = [row for package in arguments.packages for row in _apart(package, arguments)]
     print("\n" + table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows))
-    return 0
+    return int(len(rows) < len(arguments.packages))
 
 
-def _apart(package: str) -> list[dict[str, object]]:
-    """Measure a package in a process of its own, so that each has its own session."""
+def _apart(package: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Measure a package in a separate process, with a pytest session of its own. Return
+    no row if that fails.
+    """
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        options = [argument for argument in sys.argv[1:] if argument not in PACKAGES]
-        command = [sys.executable, "-m", "tests.mutants", package, *options, "--json", file.name]
+        options = {**vars(arguments), "json": file.name}
+        del options["packages"]
+        command = [sys.executable, "-m", "tests.mutants", package]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)] if value is not None else []
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             print(f"{package}: not measured", flush=True)
             return []
