@@ -42,15 +42,22 @@ def _broken_rules() -> int:
     return sum(path.read_text().count("yield FieldError(") for path in sections)
 
 
+def _conditions() -> int:
+    """Count the conditions under which settings must be left out, whatever the number
+    of subjects by which the table groups them.
+    """
+    return sum(len(conflict.settings) for conflict in CONFLICTS)
+
+
 BUDGETS = (
     Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 126_500, 98_000),
-    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 672, 460),
+    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 670, 460),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),
     Budget("fields of a mechanism", lambda: len(fields(Mechanism)), 12, 12),
     Budget("settings", lambda: len(settings_of(RunConfig)), 141, 130),
-    Budget("rows of settings that exclude each other", lambda: len(CONFLICTS), 30, 30),
+    Budget("conditions of settings that exclude each other", _conditions, 51, 30),
     Budget("rules between values of settings", _broken_rules, 30, 30),
     Budget("public names", lambda: len(rollweave.__all__), 40, 40),
     Budget(
@@ -70,9 +77,9 @@ BUDGETS = (
 
 
 def main() -> None:
-    print(f"{'':42}{'now':>9}{'ceiling':>9}{'aim':>9}")
+    print(f"{'':48}{'now':>9}{'ceiling':>9}{'aim':>9}")
     for name, measure, ceiling, aim in BUDGETS:
-        print(f"{name:42}{measure():>9,}{ceiling:>9,}{aim:>9,}")
+        print(f"{name:48}{measure():>9,}{ceiling:>9,}{aim:>9,}")
 
 
 if __name__ == "__main__":
