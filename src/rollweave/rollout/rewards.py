@@ -117,8 +117,8 @@ class DomainRewards:
         compared: bool = False,
         record: Record | None = None,
     ) -> Outcome:
-        """Return the reward of an attempt; what is `known` of its components is not
-        computed again, and of its `comparisons` those that failed are repeated.
+        """Return the reward of an attempt. Its `known` components are not computed
+        again, and its `comparisons` without points are repeated.
 
         If it is `compared` with its group, all judges must have judged it; otherwise
         the sum is without them. `record` receives a span for each that is computed.

@@ -1,6 +1,6 @@
 """The protocols of an engine as its callers see it, wherever it runs.
 
-Every engine `Generates`. What only some engines can do is a protocol of its own, for
+Every engine `Generates`. What only some engines can do is a separate protocol, for
 which a caller asks with `isinstance`: an engine that cannot do it has no such methods.
 
 Invariants, held by every implementation and checked by one conformance suite for each

@@ -92,7 +92,7 @@ class _OpenTurn:
     """The tokens that are sampled, as far as engines report them."""
     resuming: Resuming | None
     aspects: tuple[Aspect, ...]
-    """In the order in which their hooks are called."""
+    """The aspects of the turn, in the order in which their hooks are called."""
     dispatch: int = -1
     request_id: str = ""
     generating: asyncio.Future[GenerateResult] | None = None

@@ -38,7 +38,7 @@ class PlannedHost(Struct, frozen=True, kw_only=True):
 
 
 class Site(Struct, frozen=True, kw_only=True):
-    """The hosts of a run: those that are `described`, or else those that there are."""
+    """The hosts of a run: the `described` hosts, or the existing ones if none are."""
 
     described: Mapping[str, Resources] | None = None
 
