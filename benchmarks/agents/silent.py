@@ -16,9 +16,8 @@ import msgspec
 
 from benchmarks.agents.scripted import chat_codec
 from rollweave.io.http.messages import ECHOED
-from rollweave.rollout.gateway.apis import COUNTS, apis
-from rollweave.rollout.gateway.fields import NEUTRAL, WITHOUT_EFFECT
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.answering import COUNTS, apis
+from rollweave.rollout.gateway.fields import NEUTRAL, WITHOUT_EFFECT, RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
 

@@ -253,7 +253,7 @@ async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
 
 @pytest.mark.extended
 def test_engines_and_controllers_start_without_the_library() -> None:
-    modules = "rollweave.engine.thread, rollweave.runtime.launch, rollweave.rollout.gateway.apis"
+    modules = "rollweave.engine.thread, rollweave.runtime.launch, rollweave.rollout.gateway.server"
     program = f"import sys, {modules}; print('llguidance' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert printed.stdout == b"False\n"

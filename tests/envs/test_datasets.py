@@ -10,7 +10,7 @@ import pytest
 from rollweave.envs.base import Episode, Score, Split, Step, new_task, split_of
 from rollweave.envs.jsonl import Jsonl
 from rollweave.envs.tasks import TaskSource
-from rollweave.rollout.chat.tools import openai_message
+from rollweave.rollout.chat.replies import openai_message
 from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.config.training import FINAL_TASKS_FROM

@@ -11,7 +11,7 @@ import pytest
 
 from rollweave.envs.handlers.answers import boxed_reward, equivalent, within_tolerance
 from rollweave.envs.handlers.tools import fenced_blocks
-from rollweave.rollout.chat.tools import Hermes
+from rollweave.rollout.chat.replies import Hermes
 from rollweave.rollout.gateway.requests import _has_too_many_tokens
 from rollweave.rollout.reward_sources import GRADE, VERDICT
 from rollweave.sandbox.tools import plain

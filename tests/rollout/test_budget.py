@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.budget import Budget, EpisodeStopError
+from rollweave.rollout.driver import Budget, EpisodeStopError
 from rollweave.schema.errors import EnvError
 from rollweave.schema.work import Limits, StopReason, Timing
 from tests.support.properties import examples

@@ -14,11 +14,9 @@ import pytest
 from rollweave.core.policy.comparison import pairs
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import Ended, Scored, TrajectoryStore
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.comparisons import Comparisons
-from rollweave.rollout.reward_check import check_reward
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import Finished, Source, finished_attempt, source_of
-from rollweave.rollout.rewards import Rewards, compare
+from rollweave.rollout.rewards import Comparisons, Rewards, check_reward, compare
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelComparison, CompareGroup

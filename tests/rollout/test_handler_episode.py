@@ -21,7 +21,7 @@ from rollweave.envs.handlers.base import Agent, Job, LimitError
 from rollweave.envs.handlers.sandboxes import ImagePort, Sandboxes
 from rollweave.record.store import TrajectoryStore
 from rollweave.rollout import handler_episode
-from rollweave.rollout.driver import AgentConfig
+from rollweave.rollout.chat.codec import AgentConfig
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
 from rollweave.sandbox.base import Backend, SandboxSpec

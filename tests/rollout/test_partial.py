@@ -20,10 +20,8 @@ from rollweave.engine.clients.process import in_process
 from rollweave.io.child import child_of
 from rollweave.record.turn_log import TurnAnswer, TurnTokens, context_digest
 from rollweave.rollout.driver import TurnResult
+from rollweave.rollout.turn_parts import PartialTurn, ProgressReporter, RecordedTurns
 from rollweave.rollout.turns import Turns
-from rollweave.rollout.turns.aspects import ProgressReporter
-from rollweave.rollout.turns.recorded import RecordedTurns
-from rollweave.rollout.turns.resuming import PartialTurn
 from rollweave.rollout.worker import RemoteTurns
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
@@ -518,7 +516,7 @@ async def test_nothing_reaches_a_program_after_its_answer_or_its_end() -> None:
 
 
 async def test_an_abort_without_an_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollweave.rollout.turns.resuming.ABORT_S", 0.01)
+    monkeypatch.setattr("rollweave.rollout.turn_parts.ABORT_S", 0.01)
     stage, first, second = await streaming_turn()
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from rollweave.record.turn_log import TurnAnswer, TurnRecord, TurnTokens, context_digest
-from rollweave.rollout.turns.recorded import RecordedTurns
-from rollweave.rollout.turns.resuming import PartialTurn
+from rollweave.rollout.turn_parts import PartialTurn, RecordedTurns
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.serving import (
     FinishReason,

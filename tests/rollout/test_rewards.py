@@ -14,14 +14,13 @@ from aiohttp import web
 
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import TrajectoryReader, TrajectoryStore
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.reward_check import check_reward
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import (
     Finished,
     reward_function,
     source_of,
 )
-from rollweave.rollout.rewards import DomainRewards, Rewards
+from rollweave.rollout.rewards import DomainRewards, Rewards, check_reward
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.commands import CancelTrajectory

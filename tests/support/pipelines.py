@@ -14,9 +14,9 @@ from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.io.wire import decoder_of, encode
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.turn_log import TurnLog
-from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.codec import AgentConfig, ChatCodec
 from rollweave.rollout.chat.template import ChatTemplate
-from rollweave.rollout.driver import AgentConfig, MakeEpisode
+from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
 from rollweave.rollout.rewards import DomainRewards

@@ -11,7 +11,7 @@ import aiohttp
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.gateway.readable import readable
+from rollweave.rollout.gateway.preparing import readable
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, VersionSpan

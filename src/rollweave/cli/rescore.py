@@ -23,10 +23,9 @@ from rollweave.record.store import (
     TrajectoryStore,
     unscored_attempts,
 )
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.comparisons import rescored
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import finished_attempt
-from rollweave.rollout.rewards import Rewards
+from rollweave.rollout.rewards import Rewards, rescored
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Purpose, StopReason, Trajectory

@@ -1,17 +1,100 @@
-"""The interface between the pipeline and the driver of one attempt."""
+"""The driver of one attempt: its interface to the pipeline, and the time that the
+attempt takes (ProRL Agent §3.2).
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+Invariants: time counts only while the agent generates or the environment works, never
+while a turn queues; every call of user code has a limit; every failure in such a call
+becomes one `EpisodeStopError` with a typed reason.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
-from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
+from rollweave.schema.errors import RollweaveError
 from rollweave.schema.serving import GenerateResult, Sampling
-from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
+from rollweave.schema.text import shortened
+from rollweave.schema.work import BLAME_OF, Limits, StopReason, Timing, Trajectory
+
+T = TypeVar("T")
+
+
+class EpisodeStopError(RollweaveError):
+    """End the attempt with this reason.
+
+    The message may quote user code; it is valid text of bounded length.
+    """
+
+    def __init__(self, reason: StopReason, message: str) -> None:
+        super().__init__(shortened(message))
+        self.reason = reason
+
+
+class Budget:
+    """Track the time of one attempt. `clock` is the run's, in seconds."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self.init_s = self.generate_s = self.env_s = self.queue_s = self.eval_s = 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        """Return the active seconds that remain; negative if the last call overran."""
+        return self._limits.time_s - self.init_s - self.generate_s - self.env_s - self.eval_s
+
+    def timing(self) -> Timing:
+        """Return the timing of INIT and RUN; that of EVAL is stored with the reward."""
+        return Timing(
+            init_s=self.init_s,
+            run_s=self.generate_s + self.env_s,
+            queue_s=self.queue_s,
+            generate_s=self.generate_s,
+            env_s=self.env_s,
+        )
+
+    def charge_turn(self, requested_at: float, generate_s: float) -> None:
+        """Charge a turn that was requested at `requested_at` and is answered now.
+
+        The part of it that was not generation was queueing.
+        """
+        self.generate_s += generate_s
+        self.queue_s += max(0.0, self._clock() - requested_at - generate_s)
+
+    async def run_limited(
+        self, call: Awaitable[T], *, hang: StopReason, failure: StopReason, what: str
+    ) -> T:
+        """Await a call of the environment under the step limit and the remaining
+        budget.
+
+        The caller charges the time.
+        """
+        left_s = max(0.0, self.remaining_s)
+        try:
+            async with asyncio.timeout(min(self._limits.step_s, left_s)) as scope:
+                return await call
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise self.timeout_error(left_s, hang=hang, what=what) from None
+            text = (
+                str(error)
+                if isinstance(error, RollweaveError)
+                else f"{type(error).__name__}: {error}"
+            )
+            raise EpisodeStopError(failure, f"{what}: {text}") from error
+
+    def timeout_error(self, left_s: float, *, hang: StopReason, what: str) -> EpisodeStopError:
+        """Return the error for `what`, which began with `left_s` active seconds and
+        timed out.
+        """
+        if left_s < self._limits.step_s:
+            text = f"the active time of {self._limits.time_s:g} s ran out in {what}"
+            return EpisodeStopError(StopReason.TIME_BUDGET, text)
+        return EpisodeStopError(hang, f"{what} did not answer within {self._limits.step_s:g} s")
+
 
 DELAY_S = 4.0
 """Seconds between two calls of `Driver.on_delay`: fewer than any limit that the core
@@ -44,16 +127,6 @@ class TurnPort(Protocol):
         """Record that the environment worked from `start` to `end`, in seconds of the
         run's clock.
         """
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """The agent's configuration in one task domain: the codec between messages and
-    tokens, and the sampling parameters without seed and length.
-    """
-
-    codec: ChatCodec
-    sampling: Sampling
 
 
 class Driver(Protocol):
@@ -140,3 +213,20 @@ def record_of(command: StartInit, reason: StopReason, error: str) -> Trajectory:
         blame=BLAME_OF[reason],
         error=error,
     )
+
+
+class SpawnTask(Protocol):
+    """Runs a coroutine as a task of an owner that awaits it."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start the task."""
+
+
+class Spans(Protocol):
+    """Receives the durations of an attempt's phases; `record/trace.py` draws them."""
+
+    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
+        """Record one phase of the attempt `lane`."""
+
+    def episode_over(self, lane: str) -> None:
+        """Record that the attempt is over."""

@@ -14,10 +14,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from rollweave.envs.base import Episode, Observation, Score, Step
-from rollweave.rollout.budget import Budget, EpisodeStopError
-from rollweave.rollout.chat.codec import ChatError
+from rollweave.rollout.chat.codec import AgentConfig, ChatError
 from rollweave.rollout.chat.conversation import Conversation
-from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
+from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_of
 from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit

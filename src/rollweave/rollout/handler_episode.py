@@ -24,10 +24,10 @@ from rollweave.envs.boundary import USER_EXCEPTIONS, checked_score
 from rollweave.envs.foreign import describe_error, running_task, type_name
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import AttemptSandboxes, Sandboxes
-from rollweave.rollout.budget import Budget, EpisodeStopError
+from rollweave.rollout.chat.codec import AgentConfig
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.driver import DELAY_S, AgentConfig, TurnPort, record_of
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.driver import DELAY_S, Budget, EpisodeStopError, TurnPort, record_of
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn

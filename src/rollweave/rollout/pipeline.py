@@ -18,10 +18,9 @@ import msgspec
 from rollweave.engine.clients.base import Generates
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.record.turn_log import TurnLog
-from rollweave.rollout.driver import record_of
-from rollweave.rollout.turns import Spans, Turns
-from rollweave.rollout.turns.aspects import ProgressReporter
-from rollweave.rollout.turns.recorded import RecordedTurns
+from rollweave.rollout.driver import Spans, record_of
+from rollweave.rollout.turn_parts import ProgressReporter, RecordedTurns
+from rollweave.rollout.turns import Turns
 from rollweave.rollout.worker import NOT_WAITING, Key
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (

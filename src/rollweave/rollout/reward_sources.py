@@ -24,8 +24,8 @@ from rollweave.envs.base import payload_of
 from rollweave.envs.boundary import LARGEST_REWARD, checked_score, reward_from
 from rollweave.envs.registry import load
 from rollweave.envs.threads import EnvThreads
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.chat.tools import openai_message
+from rollweave.rollout.chat.replies import openai_message
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.http_service import TRAJECTORIES, HttpService, ServiceError
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.chat import Message

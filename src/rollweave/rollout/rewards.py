@@ -1,14 +1,23 @@
 """The rewards of a run beside those of its environments, and their weighted sum.
 
-Those of an attempt are computed in EVAL, in the process that runs it; those by pairwise
-judges when the members of its group are compared, in the controller
-(`rollout/comparisons.py`). Invariants: all that is asked about an attempt or a group is
-asked at once, and one wait delays no other; a reward that fails leaves a reason and an
-error, never a number, and what was computed of the others.
+The rewards of an attempt are computed in EVAL, in the process that runs it; the rewards
+by pairwise judges when the members of its group are compared, in the controller
+(`Comparisons`). The core says which members are compared
+(`core/mechanisms/comparison`).
+
+Invariants: everything that is asked about an attempt or a group is asked together, and
+one wait delays no other; a reward that fails leaves a reason and an error, never a
+number, and what was computed of the others. Each group whose comparison is begun and
+not cancelled ends with one `GroupCompared`, after the new scores of all its members are
+in the store, in one record, so that a group is compared or not when the controller is
+lost; a member without a reward keeps what it would be computed from, so that `rollweave
+rescore` can ask again.
 """
 
 import asyncio
+import functools
 import math
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
@@ -18,13 +27,19 @@ import msgspec
 from rollweave.core.policy.comparison import points, share_of_wins
 from rollweave.envs.boundary import LARGEST_REWARD
 from rollweave.envs.threads import EnvThreads
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.reward_sources import Finished, Source, source_of
-from rollweave.schema.base import Struct
+from rollweave.io.loop_thread import run_apart
+from rollweave.record.store import Scored, TrajectoryStore
+from rollweave.rollout.driver import EpisodeStopError, Spans, SpawnTask
+from rollweave.rollout.reward_sources import Finished, Source, finished_attempt, source_of
+from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
+from rollweave.schema.chat import Message
+from rollweave.schema.commands import CancelComparison, CompareGroup
 from rollweave.schema.config.rewards import ENV_REWARD, RewardConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import Event, GroupCompared
+from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import ServiceWait
-from rollweave.schema.work import Comparison, StopReason
+from rollweave.schema.work import BLAME_OF, Comparison, StopReason, Task
 
 T = TypeVar("T")
 
@@ -285,3 +300,166 @@ class Rewards:
         """Close all connections."""
         for one in self._sources.values():
             await one.close()
+
+
+class Comparisons:
+    """Compares groups. `rewards_of` returns the rewards of a task domain."""
+
+    def __init__(
+        self,
+        *,
+        rewards_of: Callable[[str], DomainRewards | None],
+        store: TrajectoryStore,
+        spawn: SpawnTask,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        spans: Spans,
+    ) -> None:
+        self._rewards_of, self._store, self._spawn = rewards_of, store, spawn
+        self._post, self._clock, self._spans = post, clock, spans
+        self._tasks: dict[GroupId, asyncio.Task[None]] = {}
+
+    def start(self, command: CompareGroup) -> None:
+        """Begin to compare the members of a group."""
+        group_id = command.group_id
+        self._tasks[group_id] = self._spawn(self._run(command), f"compare {group_id}")
+
+    def cancel(self, command: CancelComparison) -> None:
+        """Ask no more about a group."""
+        task = self._tasks.pop(command.group_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, command: CompareGroup) -> None:
+        try:
+            await self._compare(command)
+        finally:
+            self._spans.episode_over(command.group_id)
+
+    async def _compare(self, command: CompareGroup) -> None:
+        rewards = self._rewards_of(command.task.tag)
+        assert rewards is not None, "the core compares groups of domains with pairwise judges"
+        scores = {name: self._store.score_of(name) for name in command.rewards}
+        members = [_finished(command, score) for score in scores.values()]
+        began, judged = self._clock(), dict[str, list[Opponents]]()
+        if any(members):
+            record = functools.partial(self._spans.episode_span, command.group_id)
+            judged = await rewards.compare(members, command.pairs, record=record)
+        self._tasks.pop(command.group_id, None)
+        compared: list[Scored] = []
+        known: dict[TrajectoryId, float] = {}
+        errors: dict[str, None] = {}
+        for number, (name, score) in enumerate(scores.items()):
+            if score is None:
+                continue
+            if members[number] is not None:
+                own = {judge: opponents[number] for judge, opponents in judged.items()}
+                shares = {judge: share([result for _, result in met]) for judge, met in own.items()}
+                outcome = rewards.outcome(score.rewards, shares)
+                failed = {judge: own[judge] for judge in outcome.missing}
+                score = rescored(
+                    msgspec.structs.replace(score, at=self._clock()),
+                    outcome,
+                    seconds=self._clock() - began,
+                    comparisons=_comparisons(failed, members),
+                )
+                compared.append(score)
+            if score.reward is not None:
+                known[name] = score.reward
+            else:
+                errors[score.error] = None
+        if compared:
+            self._store.rescore(compared)
+        error = "; ".join(errors) or ("" if len(known) == len(scores) else FORGOTTEN)
+        self._post(GroupCompared(group_id=command.group_id, rewards=known, error=error))
+
+
+def _finished(command: CompareGroup, score: Scored | None) -> Finished | None:
+    """Return a member that is to be compared; None if it is not kept, or if a
+    controller, now lost, has compared it.
+    """
+    if score is None or score.unscored is None or score.reward is None:
+        return None
+    return finished_attempt(score.trajectory_id, score.attempt, command.task, score.unscored)
+
+
+def _comparisons(
+    failed: Mapping[str, Opponents], members: Sequence[Finished | None]
+) -> tuple[Comparison, ...]:
+    """Return what is kept of comparisons: the opponents, by the judges that failed."""
+    return tuple(
+        Comparison(
+            reward=name,
+            opponent=opponent.trajectory_id,
+            attempt=opponent.attempt,
+            conversation=opponent.conversation,
+            points=None if isinstance(result, EpisodeStopError) else result,
+        )
+        for name, opponents in failed.items()
+        for other, result in opponents
+        if (opponent := members[other]) is not None
+    )
+
+
+def rescored(
+    score: Scored, outcome: Outcome, *, seconds: float, comparisons: tuple[Comparison, ...] = ()
+) -> Scored:
+    """Return an attempt's score after `seconds` in which its missing rewards were
+    computed. If some failed, it keeps what they are computed from.
+    """
+    unscored, reward = score.unscored, outcome.reward
+    assert unscored is not None, "it has what the missing rewards are computed from"
+    reason = unscored.stop_reason if reward is not None else outcome.reason
+    kept = msgspec.structs.replace(unscored, missing=outcome.missing, comparisons=comparisons)
+    return msgspec.structs.replace(
+        score,
+        reward=reward,
+        success=unscored.success if reward is not None else None,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+        eval_s=score.eval_s + seconds,
+        error=outcome.error,
+        rewards=outcome.components,
+        unscored=None if reward is not None else kept,
+    )
+
+
+QUESTION = Message(role="user", content="What is 2 + 2?")
+
+ANSWERS = "4", "5"
+"""Answers of the invented attempts. A pairwise judge compares both."""
+
+
+def check_reward(reward: RewardConfig, *, domain: str, limit_s: float) -> float:
+    """Ask a URL or judge for the reward of an invented attempt, within `limit_s`, and
+    return it.
+
+    Raises FieldError for a token or rubric that cannot be read, and EpisodeStopError if
+    there is no reward.
+    """
+    brief = reward.model_copy(update={"timeout_s": min(limit_s, reward.timeout_s)})
+    key = reward.judge.reference if reward.judge is not None else None
+    payload = as_json({} if key is None else {key: "4"}).decode()
+    right, wrong = (
+        Finished(
+            trajectory_id=TrajectoryId(f"dry-run.{number}"),
+            attempt=0,
+            task=Task(id=TaskId("dry-run"), env="", seed=0, tag=domain, payload=payload),
+            conversation=(QUESTION, Message(role="assistant", content=answer)),
+            reward=0.0,
+            success=None,
+            stop_reason=StopReason.FINISHED,
+        )
+        for number, answer in enumerate(ANSWERS)
+    )
+    run_id = f"dry-run-{uuid.uuid4().hex}"
+
+    async def ask() -> float:
+        clock = asyncio.get_running_loop().time
+        source = source_of(brief, run_id=run_id, threads=EnvThreads(), clock=clock)
+        try:
+            return await (compare(source, right, wrong) if brief.pairwise else source.reward(right))
+        finally:
+            await source.close()
+
+    return run_apart(ask())

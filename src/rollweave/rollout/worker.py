@@ -9,15 +9,21 @@ cancelled attempt leaves no task or environment behind.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.foreign import describe_error
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.driver import DELAY_S, Driver, MakeEpisode, TurnResult, record_of
+from rollweave.rollout.driver import (
+    DELAY_S,
+    Driver,
+    EpisodeStopError,
+    MakeEpisode,
+    SpawnTask,
+    TurnResult,
+    record_of,
+)
 from rollweave.rollout.reward_sources import finished_attempt
 from rollweave.rollout.rewards import DomainRewards, Outcome
 from rollweave.rollout.teacher import Teach, TeacherError
@@ -48,13 +54,6 @@ longer for a cancelled attempt.
 Key = tuple[TrajectoryId, int]
 
 Report = Callable[[AttemptReport], None]
-
-
-class SpawnTask(Protocol):
-    """Runs a coroutine as a task of an owner that awaits it."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start the task."""
 
 
 class RemoteTurns:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
 
-from rollweave.rollout.comparisons import Comparisons
 from rollweave.rollout.pipeline import Pipeline
+from rollweave.rollout.rewards import Comparisons
 from rollweave.runtime.supervisors.engines import EngineSupervisor
 from rollweave.runtime.supervisors.predictor import PredictorSupervisor
 from rollweave.runtime.supervisors.relays import RelaySupervisor

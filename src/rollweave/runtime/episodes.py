@@ -17,8 +17,8 @@ from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.tasks import TaskSource
-from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.driver import AgentConfig, Driver
+from rollweave.rollout.chat.codec import AgentConfig, ChatCodec
+from rollweave.rollout.driver import Driver
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import HandlerEpisode

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.policy.waiting import Wait
 from rollweave.record.trace import ENVIRONMENTS, Trace
-from rollweave.rollout.comparisons import Comparisons
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.rewards import Comparisons
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.effects import Effects, Handlers, Timer, rollout_handlers
 from rollweave.runtime.life import Wiring

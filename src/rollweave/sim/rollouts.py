@@ -375,7 +375,7 @@ class Rollouts:
                 )
 
     def _report_progress(self) -> None:
-        """Report the progress of turns, as `rollout/turns/aspects` does."""
+        """Report the progress of turns, as `rollout/turn_parts` does."""
         reported = self._fleet.reported_tokens()
         progress, self._reporting = [], False
         for attempt in self._by_key.values():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
-from rollweave.rollout.chat.guard import pattern_of
+from rollweave.rollout.chat.text import pattern_of
 from rollweave.schema.chat import Message, ToolCall
 from tests.support.chat_families import TOOLS, checkpoint, result, user
 from tests.support.chats import CHATML

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.replies import Hermes, call_key, tool_format_of
 from rollweave.rollout.chat.text import TokenTexts
-from rollweave.rollout.chat.tools import Hermes, call_key, tool_format_of
 from rollweave.schema.chat import Message, ToolCall
 from tests.support.chats import CHATML, SPECIALS, TEMPLATES, bpe, codec
 

@@ -15,7 +15,7 @@ from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.rollout.gateway.fields import Unread
 from rollweave.rollout.gateway.front import ServingFront
-from rollweave.rollout.gateway.readable import MOST, OTHERS, IgnoredFields
+from rollweave.rollout.gateway.preparing import MOST, OTHERS, IgnoredFields
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.serving import GenerateRequest, GenerateResult
 from tests.support.chats import codec

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollweave.rollout.gateway.anthropic_messages import MessagesApi
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.schema.serving import FinishReason
 from tests.support.real_gateway import Turns, checkpoint, engine, logprob_error, served
 from tests.support.scripted_gateway import (

@@ -8,10 +8,9 @@ import pytest
 
 from rollweave.rollout.chat import template as templates
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.gateway.aside import INLINE, Aside
-from rollweave.rollout.gateway.readable import MAX_ARGUMENTS
+from rollweave.rollout.gateway.fields import RequestError
+from rollweave.rollout.gateway.preparing import INLINE, MAX_ARGUMENTS, Aside
 from rollweave.rollout.gateway.recorder import SessionRecorder
-from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.chat import Message
 from tests.support.chats import CHATML, bpe, template

@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer
 
 from rollweave.engine.constraints import Grammars, Matcher
+from rollweave.rollout.chat.replies import Hermes
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.chat.tools import Hermes
-from rollweave.rollout.gateway.calls import call_constraint
+from rollweave.rollout.gateway.preparing import call_constraint
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.serving import Constraint
 from tests.support.chats import bpe

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.chat.tools import Hermes
+from rollweave.rollout.chat.replies import Hermes
 from rollweave.rollout.gateway.deltas import (
     ContradictionError,
     DeltaReader,

@@ -28,8 +28,8 @@ from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.completions import CompletionsApi
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.front import ServingFront
-from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.rollout.gateway.responses import ChatReply, ReplyHead
 from rollweave.schema.chat import Message

@@ -27,7 +27,7 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
 from rollweave.rollout.gateway import answering
 from rollweave.rollout.gateway.answering import MAX_BODY
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import Chat, parse_chat
 from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
+from rollweave.rollout.gateway.branches import Call, CallState
+from rollweave.rollout.gateway.recorder import SessionRecorder
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import FinishReason, GenerateResult, VersionSpan
 from rollweave.schema.work import Origin, Routes, SegmentKind, SequenceCause, TokenSequence

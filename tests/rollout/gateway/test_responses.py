@@ -8,17 +8,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.chat.tools import Hermes
+from rollweave.rollout.chat.replies import Hermes
+from rollweave.rollout.gateway.completions import Chunks, completion
 from rollweave.rollout.gateway.deltas import text_deltas
 from rollweave.rollout.gateway.requests import ChatRequest
-from rollweave.rollout.gateway.responses import (
-    ChatReply,
-    Chunks,
-    ReplyHead,
-    completion,
-    finish_reason,
-    read_turn,
-)
+from rollweave.rollout.gateway.responses import ChatReply, ReplyHead, finish_reason, read_turn
 from rollweave.schema.serving import FinishReason
 from tests.support.properties import examples
 from tests.support.scripted_gateway import CALL, CODEC, END, encode, engine_result

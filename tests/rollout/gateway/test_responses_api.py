@@ -10,8 +10,8 @@ import pydantic
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.openai_responses import ResponsesApi
-from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.schema.serving import FinishReason
 from tests.support.real_gateway import Turns, checkpoint, engine, logprob_error, served
 from tests.support.scripted_gateway import (

@@ -17,8 +17,8 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.front import ServingFront
-from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.rollout.gateway.served import MAX_CHOICES, Served, parse_served_chat
 from tests.support.chats import bpe, codec

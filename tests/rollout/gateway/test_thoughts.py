@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.chat.thoughts import SEAL, Thinking, seal, unseal
+from rollweave.rollout.chat.replies import SEAL, Thinking, seal, unseal
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.work import SequenceCause

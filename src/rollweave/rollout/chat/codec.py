@@ -8,7 +8,7 @@ agent's message nor what the template does to earlier turns (drop the reasoning,
 can change an earlier token.
 
 The messages of environments and users are text: where they spell a marker
-(`<|im_end|>`), the spelling is tokenized as ordinary text (`guard`), so that no message
+(`<|im_end|>`), the spelling is tokenized as ordinary text (`Guard`), so that no message
 can close its own turn and pose as another role. Markers come from the template alone.
 (A template whose turns are marked by ordinary text has no such guard.)
 """
@@ -17,6 +17,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
@@ -25,17 +26,18 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.io.tokenizer import missing_tokenizer, read_tokenizer
-from rollweave.rollout.chat.ending import LETTER, Ending
 from rollweave.rollout.chat.following import (
     ANSWER,
     CONTEXT,
     EARLIER,
+    LETTER,
     PLACEHOLDER,
     QUESTION,
+    Ending,
     Following,
     calling,
 )
-from rollweave.rollout.chat.guard import Guard, encode, encode_after
+from rollweave.rollout.chat.replies import Thinking, ToolFormat, tool_format_of
 from rollweave.rollout.chat.template import (
     DEFAULT,
     HOLE,
@@ -45,11 +47,10 @@ from rollweave.rollout.chat.template import (
     configured,
     read_templates,
 )
-from rollweave.rollout.chat.text import TextCodec, eos_tokens
-from rollweave.rollout.chat.thoughts import Thinking
-from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
+from rollweave.rollout.chat.text import Guard, TextCodec, encode, encode_after, eos_tokens
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.serving import Sampling
 from rollweave.schema.text import valid
 
 __all__ = ["PLACEHOLDER", "ChatCodec", "ChatError"]
@@ -392,3 +393,13 @@ class ChatCodec(TextCodec):
         if not before and not self._guard.pattern.match(after):
             before = LETTER
         return tuple(self._guard.encode(after[written:], before=before))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """The agent's configuration in one task domain: the codec between messages and
+    tokens, and the sampling parameters without seed and length.
+    """
+
+    codec: ChatCodec
+    sampling: Sampling

@@ -36,8 +36,7 @@ from rollweave.io.tokenizer import (
     TEMPLATE,
     TOKENIZER_CONFIG,
 )
-from rollweave.rollout.chat.thoughts import Thinking, thinking_of
-from rollweave.rollout.chat.tools import openai_message
+from rollweave.rollout.chat.replies import Thinking, openai_message, thinking_of
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError, RollweaveError
 

@@ -1,4 +1,5 @@
-"""Answers the requests of all APIs: complete, or as streams of events.
+"""The APIs that clients may use, by their paths, and the answers to their requests:
+complete, or as streams of events.
 
 Invariants: every answer is the API's JSON or its stream of events, whatever the client
 sends; the generation stops when the client disconnects, and does not wait for a client
@@ -7,6 +8,7 @@ that reads slowly. This requires `handler_cancellation`.
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -20,14 +22,17 @@ from aiohttp.typedefs import Middleware
 from rollweave.io.http.bodies import BodyError
 from rollweave.io.http.fields import shown
 from rollweave.io.http.guard import Refused
-from rollweave.rollout.gateway.aside import INLINE_TOKENS
+from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.gateway.anthropic_messages import MessagesApi
+from rollweave.rollout.gateway.completions import BatchApi, ChatApi, CompletionsApi
 from rollweave.rollout.gateway.deltas import (
     ContradictionError,
     TextDelta,
     text_deltas,
 )
-from rollweave.rollout.gateway.fields import Unread
-from rollweave.rollout.gateway.refusals import RequestError, TooLongError
+from rollweave.rollout.gateway.fields import RequestError, TooLongError, Unread
+from rollweave.rollout.gateway.openai_responses import ResponsesApi
+from rollweave.rollout.gateway.preparing import INLINE_TOKENS
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import (
     Api,
@@ -42,6 +47,81 @@ from rollweave.rollout.gateway.sessions import Session, Turn
 from rollweave.schema.chat import Message
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serving import GenerateResult
+
+_log = logging.getLogger(__name__)
+
+COUNTS: Final = {"/messages/count_tokens": "/messages", "/responses/input_tokens": "/responses"}
+"""Path at which a client counts the tokens of a prompt → the API of the prompt."""
+
+Handler = Callable[..., Awaitable[web.StreamResponse]]
+
+
+def apis(codec: TextCodec, *, served: bool = False) -> Mapping[str, Api]:
+    """Return the path of each API below the base URL, and the API. With `served`,
+    requests may have the fields that are allowed outside of a run.
+    """
+    return {
+        **({"/chat/completions/batch": BatchApi(codec)} if served else {}),
+        "/chat/completions": ChatApi(codec, served=served),
+        "/completions": CompletionsApi(codec.plain, served=served),
+        "/messages": MessagesApi(codec),
+        "/responses": ResponsesApi(),
+    }
+
+
+def add_apis(
+    app: web.Application,
+    base: str,
+    served: Mapping[str, Api],
+    *,
+    answer: Handler,
+    count: Handler,
+    model: Callable[[web.Request, str], Json],
+) -> None:
+    """Add the routes of the APIs below the path `base`. `answer` and `count` are called
+    with a request and its `api`. `model` describes the model under any name, as any
+    name is served, or under its own name for "".
+    """
+    for path, api in served.items():
+        app.router.add_post(base + path, functools.partial(answer, api=api))
+    for path, of in COUNTS.items():
+        app.router.add_post(base + path, functools.partial(count, api=served[of]))
+    app.router.add_get(base + "/responses", _no_websocket)
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        one = model(request, "")
+        ends = {"first_id": one["id"], "last_id": one["id"]}
+        return web.json_response({"object": "list", "data": [one], "has_more": False, **ends})
+
+    async def named(request: web.Request) -> web.StreamResponse:
+        return web.json_response(model(request, request.match_info["model"]))
+
+    app.router.add_get(base + "/models", models)
+    app.router.add_get(base + "/models/{model:.+}", named)
+
+
+async def _no_websocket(request: web.Request) -> web.StreamResponse:
+    """Refuse a WebSocket with the status after which clients immediately use HTTP."""
+    error = RequestError(426, f"method must be POST, got {request.method}: no WebSocket is served")
+    return web.json_response(error.body(), status=error.status)
+
+
+def model_object(name: str, *, root: str, created: int, context: int) -> Json:
+    """Return a model as the clients of OpenAI, vLLM and Anthropic read it. `created` is
+    in seconds of Unix time, `context` in tokens, and `root` is the name of the weights.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": created,
+        "owned_by": "rollweave",
+        "root": root,
+        "parent": None,
+        "max_model_len": context,
+    }
+
 
 MAX_BODY: Final = 96 * 2**20
 """Maximum bytes of a request: the text of a million tokens, and the JSON around it."""
@@ -357,11 +437,6 @@ def identity(request: web.Request, body: bytes) -> tuple[tuple[str, bytes], bool
     name = request.headers.get(IDEMPOTENCY_KEY, "")
     tries = request.headers.get("X-Stainless-Retry-Count", "0")
     return (name, xxhash.xxh3_128_digest(body)), bool(name) or tries not in ("", "0")
-
-
-_log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def errors_of(paths: Mapping[str, Api]) -> Middleware:

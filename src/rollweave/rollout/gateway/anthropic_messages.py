@@ -11,25 +11,38 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from rollweave.io.http.messages import OpenModel, other_than
+from rollweave.rollout.chat.replies import seal, unseal
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.chat.thoughts import seal, unseal
-from rollweave.rollout.gateway.blocks import TEXT, THOUGHTS, BlockStream, typed_event
-from rollweave.rollout.gateway.fields import Reading, template_asks
-from rollweave.rollout.gateway.formats import checked, of_schema
-from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
+from rollweave.rollout.gateway.fields import (
+    Reading,
+    RequestError,
+    Strict,
+    TooLongError,
+    bad,
+    checked,
+    of_schema,
+    template_asks,
+)
 from rollweave.rollout.gateway.requests import (
     MAX_STOPS,
     TOOL_NAME,
     ChatRequest,
     StopText,
-    Strict,
     Temperature,
     check_free,
     forced_call,
     leave_tool,
     read,
 )
-from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
+from rollweave.rollout.gateway.responses import (
+    TEXT,
+    THOUGHTS,
+    BlockStream,
+    ChatReply,
+    Json,
+    ReplyHead,
+    typed_event,
+)
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.serving import Constraint
 

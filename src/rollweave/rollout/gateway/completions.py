@@ -1,5 +1,9 @@
-"""OpenAI's completions API, with vLLM's additions: text or tokens continue, without a
-chat template. Pure.
+"""OpenAI's chat and completions APIs, with vLLM's additions: how their requests are
+read, and how a turn is written, complete or as a stream of chunks. Pure.
+
+Invariants: the chunks' text and calls add up to the complete response; a chunk never
+contains part of a character; the stop text and the token that ends a turn are not
+shown. A completion continues text or tokens without a chat template.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,10 +12,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from pydantic import Field
 
+from rollweave.rollout.chat.replies import openai_calls
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.deltas import TextDelta, TokenEntry
-from rollweave.rollout.gateway.refusals import bad
-from rollweave.rollout.gateway.requests import ChatRequest, Common, read, reading_of
+from rollweave.rollout.gateway.fields import bad
+from rollweave.rollout.gateway.requests import ChatRequest, Common, parse_chat, read, reading_of
 from rollweave.rollout.gateway.responses import (
     ChatReply,
     Json,
@@ -29,9 +34,14 @@ from rollweave.rollout.gateway.served import (
     Served,
     Token,
     checked_length,
+    parse_batch,
+    parse_served_chat,
     with_choices,
 )
-from rollweave.schema.serving import FinishReason, TokenChances
+from rollweave.schema.serving import (
+    FinishReason,
+    TokenChances,
+)
 
 MAX_TOKENS: Final = 16
 """Tokens of an answer if the request does not say: OpenAI's default."""
@@ -40,6 +50,10 @@ MAX_PARTS: Final = 2**20 + 1000
 """Maximum number of JSON strings, commas and opening brackets in one request: a prompt
 of a million token ids, which are read ten times as fast as messages.
 """
+
+CHUNK: Final = "chat.completion.chunk"
+"""The type of a part of a stream in OpenAI's API."""
+
 
 KIND: Final = "text_completion"
 """The type of a response, and of a part of a stream."""
@@ -298,3 +312,172 @@ def _finish_reason(reply: ChatReply, chat: ChatRequest) -> str:
         return "length"
     aborted = reply.result.finish is FinishReason.ABORTED
     return "abort" if aborted and chat.token_ids else reply.finish_reason
+
+
+class ChatApi(OpenAIApi):
+    """OpenAI's chat API. With `served`, requests may have the fields that are allowed
+    outside of a run.
+    """
+
+    prefix: Final = "chatcmpl"
+
+    def __init__(self, codec: TextCodec, *, served: bool = False) -> None:
+        self._codec, self._served = codec, served
+
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        del counts
+        return parse_served_chat(body, self._codec) if self._served else parse_chat(body)
+
+    def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
+        return completion(self._codec, head, reply, chat)
+
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "Chunks":
+        return Chunks(self._codec, head, chat)
+
+
+class BatchApi(ChatApi):
+    """vLLM's chat API of several conversations in one request."""
+
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        del counts
+        return parse_batch(body, self._codec)
+
+
+def completion(codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
+    """Return the body of a response that is not streamed."""
+    entries = [entry for delta in reply.deltas for entry in delta.entries]
+    if chat.token_ids or chat.token_names:
+        entries += reply.hidden(len(entries))
+    content = echoed(chat) + reply.message.content
+    choice = {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": content or (None if reply.message.tool_calls else ""),
+            "refusal": None,
+            **({"reasoning_content": reply.message.thoughts} if reply.message.thoughts else {}),
+            **({"tool_calls": openai_calls(reply.message)} if reply.message.tool_calls else {}),
+        },
+        "logprobs": _logprobs(codec, entries, chat),
+        "finish_reason": reply.finish_reason,
+        "token_ids": reply.result.tokens if chat.token_ids else None,
+    }
+    return {
+        **head.of("chat.completion"),
+        "choices": [choice],
+        "usage": reply.usage(),
+        "prompt_token_ids": head.prompt if chat.token_ids else None,
+        "prompt_logprobs": prompt_scores(codec, head, reply, chat),
+    }
+
+
+def echoed(chat: ChatRequest) -> str:
+    """Return the given beginning of the agent's message, if the client wants it."""
+    last = chat.messages[-1:] if chat.echo and chat.prompt_form.continues_last else ()
+    return last[0].content if last else ""
+
+
+class Chunks:
+    """The chunks of one stream. The first chunk names the role."""
+
+    def __init__(self, codec: TextCodec, head: ReplyHead, chat: ChatRequest) -> None:
+        self._codec, self._head, self._chat = codec, head, chat
+        self._content = self._thoughts = ""
+        self._begun = False
+        self._tokens = 0
+
+    def progress(self, deltas: Sequence[TextDelta], reason: str | None = None) -> Iterator[Json]:
+        """Yield chunks with the text that is certain before the turn is complete; the
+        last chunk has the `reason` for which the turn has ended.
+        """
+        if deltas and not self._begun:
+            yield from self._begin()
+        for number, delta in enumerate(deltas, 1):
+            self._content += delta.text
+            self._thoughts += delta.thoughts
+            ends, entries = reason if number == len(deltas) else None, delta.entries
+            if delta.thoughts:
+                told = {"reasoning_content": delta.thoughts}
+                yield self._chunk(told, entries, None if delta.text else ends)
+                entries = ()
+            if delta.text or not delta.thoughts:
+                yield self._chunk({"content": delta.text}, entries, ends)
+
+    def rest(self, reply: ChatReply) -> Iterator[Json]:
+        """Yield the other chunks of a complete turn.
+
+        Raises ContradictionError if its message does not begin with what was sent.
+        """
+        message = reply.message
+        check_begun(message, self._thoughts, self._content)
+        if not self._begun:
+            yield from self._begin(no_content=bool(message.tool_calls))
+        sent = self._tokens + sum(len(delta.entries) for delta in reply.deltas)
+        hidden = reply.hidden(sent)
+        shows_all = self._chat.token_ids or self._chat.token_names
+        ended = False
+        if message.tool_calls:
+            # Calls are parsed once the turn is complete: only then is the text around
+            # them known.
+            if left := message.thoughts[len(self._thoughts) :]:
+                yield self._chunk({"reasoning_content": left})
+            left = message.content[len(self._content) :]
+            entries = [entry for delta in reply.deltas for entry in delta.entries]
+            yield self._chunk({"content": left or None}, entries)
+            for index, call in enumerate(openai_calls(message)):
+                named = {**call, "function": {**call["function"], "arguments": ""}}
+                yield self._chunk({"tool_calls": [{"index": index, **named}]})
+                arguments = {"arguments": call["function"]["arguments"]}
+                yield self._chunk({"tool_calls": [{"index": index, "function": arguments}]})
+        else:
+            ended = bool(reply.deltas) and not hidden
+            yield from self.progress(reply.deltas, reply.finish_reason if ended else None)
+        if not ended:
+            self._tokens = len(reply.result.tokens) - (len(hidden) if shows_all else 0)
+            yield self._chunk({}, hidden if shows_all else (), reply.finish_reason)
+        if self._chat.include_usage:
+            yield {**self._head.of(CHUNK), "choices": [], "usage": reply.usage()}
+
+    def _begin(self, *, no_content: bool = False) -> Iterator[Json]:
+        self._begun = True
+        chunk = self._chunk({"role": "assistant", "content": None if no_content else ""})
+        yield chunk | ({"prompt_token_ids": self._head.prompt} if self._chat.token_ids else {})
+        if given := echoed(self._chat):
+            yield self._chunk({"content": given})
+
+    def _chunk(
+        self, delta: Json, entries: Sequence[TokenEntry] = (), reason: str | None = None
+    ) -> Json:
+        self._tokens += len(entries)
+        logprobs = _logprobs(self._codec, entries, self._chat) if entries else None
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if self._chat.token_ids and entries:
+            choice["token_ids"] = [entry.token for entry in entries]
+        return {
+            **self._head.of(CHUNK),
+            "choices": [choice],
+            **usage_so_far(self._head, self._chat, self._tokens),
+        }
+
+
+def _logprobs(codec: TextCodec, entries: Sequence[TokenEntry], chat: ChatRequest) -> Json | None:
+    if not chat.logprobs:
+        return None
+
+    def shown(token: int, logprob: float) -> Json:
+        text = token_name(codec, token, chat)
+        # The bytes of part of a character cannot be recovered from its text.
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    content = [
+        {
+            **shown(entry.token, entry.logprob),
+            "top_logprobs": [shown(*each) for each in top_of(entry, chat)],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}

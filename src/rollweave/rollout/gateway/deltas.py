@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollweave.rollout.chat.replies import Division, Thinking, before
 from rollweave.rollout.chat.text import TextCodec, TokenTexts
-from rollweave.rollout.chat.thoughts import Division, Thinking, before
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.serving import GenerateResult, TokenChances

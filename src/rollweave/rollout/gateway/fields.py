@@ -1,26 +1,65 @@
-"""Fields of requests that no server here honors, in one table for all APIs, and how
-they are handled.
+"""The errors that answer a client, and the fields of requests that all APIs read in the
+same way: fields that no server here honors, in one table; wishes for the chat template;
+and the form that a client demands of an answer.
 
-Invariants: a field that would change how tokens are chosen, or that the answer would
-have to obey, is refused by its name. A field that asks for nothing, or by its nature
-changes nothing, passes. Every other field that the model, its chat template or this
-server cannot read is `Unread`: the session ignores the field and records it, or refuses
-it.
+Invariants: every refusal names field, rule and value. A field that would change how
+tokens are chosen, or that the answer would have to obey, is refused by its name. A
+field that asks for nothing, or by its nature changes nothing, passes. Every other field
+that the model, its chat template or this server cannot read is `Unread`: the session
+ignores the field and records it, or refuses it. A form that cannot be constrained is
+refused; nothing is sampled without the constraint that the client asked for. Grammars
+are compiled later, by another process (`engine/matchers`).
 """
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
+from rollweave.engine.matchers import refused_text
 from rollweave.io.http import fields
-from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field
+from rollweave.io.http.fields import UNKNOWN_FIELD, openai_error, refused_field, shown
 from rollweave.io.http.messages import ECHOED
-from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.serving import Constraint
 from rollweave.schema.work import Ignored
+
+
+class RequestError(RollweaveError):
+    """The client's request cannot be fulfilled.
+
+    The attributes are the HTTP status and the fields of OpenAI's error object.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, object]:
+        """Return OpenAI's error object."""
+        return openai_error(self.status, str(self), param=self.param, code=self.code)
+
+
+class TooLongError(RequestError):
+    """A prompt does not fit into the context. Each API has its own text for this error,
+    by which agent programs know that they must shorten their conversation. `tokens` is
+    the number of tokens of the prompt, or a lower bound of it; `limit` is the maximum.
+    """
+
+    def __init__(self, message: str, *, param: str, tokens: int, limit: int) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.tokens, self.limit = tokens, limit
+
+
+def bad(param: str, rule: str, value: object) -> RequestError:
+    """Return the refusal of a field's value."""
+    return RequestError(400, f"{shown(param)} {rule}, got {value!r:.80}", param=param)
+
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     **fields.NEUTRAL,
@@ -250,3 +289,121 @@ def resolve(
             rule = f"must be null: this model's chat template reads {reads}"
             unread.append(Unread(field=ask.field, value=ask.value, rule=rule))
     return (json.dumps(arguments, sort_keys=True) if arguments else ""), unread
+
+
+ANY_OBJECT = '{"type": "object"}'
+"""The schema of `json_object`."""
+
+MAX_CHOICES = 1000
+"""Maximum number of choices of one request."""
+
+Schema = dict[str, Any] | bool
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Named(Strict):
+    name: str
+    description: str | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Named | None = None
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_CHOICES)]
+
+
+class _Structured(Strict):
+    """vLLM's `structured_outputs`."""
+
+    json_: Schema | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+
+
+class Formats(BaseModel):
+    """The fields of a request that demand a form of its answer: OpenAI's, vLLM's,
+    vLLM's former fields, SGLang's.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: _Structured | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+
+    def constraint(self) -> tuple[Constraint | None, str]:
+        """Return the constraint, if there is one, and its field. Raises RequestError
+        for several constraints, and for a constraint that is too long.
+        """
+        wanted = self.response_format
+        if wanted is not None and (wanted.type == "json_schema") is (wanted.json_schema is None):
+            rule = f"must be given if, and only if, type is json_schema, and it is {wanted.type}"
+            raise bad("response_format.json_schema", rule, wanted.json_schema)
+        given = list(self._constraints())
+        if not given:
+            return None, ""
+        field, constraint = given[0]
+        if len(given) > 1:
+            other, refused = given[1]
+            raise bad(other, f"must be null where {field} is given", refused.text)
+        return checked(field, constraint), field
+
+    def _constraints(self) -> Iterator[tuple[str, Constraint]]:
+        """Yield each constraint with the name of its field."""
+        wanted, also = self.response_format, self.structured_outputs
+        if wanted is not None and wanted.type == "json_object":
+            yield "response_format", of_schema(ANY_OBJECT)
+        if wanted is not None and wanted.json_schema is not None:
+            schema = wanted.json_schema.schema_
+            yield "response_format.json_schema.schema", of_schema({} if schema is None else schema)
+        if also is not None:
+            if also.json_ is not None:
+                yield "structured_outputs.json", of_schema(also.json_)
+            if also.json_object:
+                yield "structured_outputs.json_object", of_schema(ANY_OBJECT)
+            if also.regex is not None:
+                yield "structured_outputs.regex", Constraint(kind="regex", text=also.regex)
+            if also.choice:
+                yield "structured_outputs.choice", _of_choices(also.choice)
+        if self.guided_json is not None:
+            yield "guided_json", of_schema(self.guided_json)
+        if self.json_schema is not None:
+            yield "json_schema", of_schema(self.json_schema)
+        for name in ("guided_regex", "regex"):
+            if (regex := getattr(self, name)) is not None:
+                yield name, Constraint(kind="regex", text=regex)
+        if self.guided_choice:
+            yield "guided_choice", _of_choices(self.guided_choice)
+
+
+def of_schema(schema: Schema | str) -> Constraint:
+    """Return the constraint of a JSON schema, or of its text."""
+    if schema is True:
+        schema = {}
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return Constraint(kind="json", text=text)
+
+
+def checked(field: str, constraint: Constraint) -> Constraint:
+    """Return the constraint. Raises RequestError if it is too long."""
+    if why := refused_text(constraint):
+        raise bad(field, why.removeprefix("it "), constraint.text)
+    return constraint
+
+
+def _of_choices(choices: list[str]) -> Constraint:
+    return Constraint(kind="regex", text="|".join(map(re.escape, choices)))

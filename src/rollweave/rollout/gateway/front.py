@@ -25,12 +25,17 @@ from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response, ignored
-from rollweave.rollout.gateway.apis import add_apis, apis, model_object
-from rollweave.rollout.gateway.aside import Aside
-from rollweave.rollout.gateway.fields import Unread
-from rollweave.rollout.gateway.readable import MOST
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.answering import (
+    KEEP_ALIVE_S,
+    add_apis,
+    answer,
+    apis,
+    error_response,
+    ignored,
+    model_object,
+)
+from rollweave.rollout.gateway.fields import RequestError, Unread, bad
+from rollweave.rollout.gateway.preparing import MOST, Aside
 from rollweave.rollout.gateway.requests import ChatRequest, PromptForm
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.served import parse_detokenize, parse_tokenize

@@ -14,23 +14,37 @@ import msgspec
 from pydantic import Field
 
 from rollweave.io.http.messages import OpenModel, other_than
-from rollweave.rollout.chat.thoughts import seal, unseal
-from rollweave.rollout.gateway.blocks import THOUGHTS, BlockStream, typed_event
-from rollweave.rollout.gateway.fields import Reading, template_asks
-from rollweave.rollout.gateway.formats import ANY_OBJECT, Schema, checked, of_schema
-from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
+from rollweave.rollout.chat.replies import seal, unseal
+from rollweave.rollout.gateway.fields import (
+    ANY_OBJECT,
+    Reading,
+    RequestError,
+    Schema,
+    Strict,
+    TooLongError,
+    bad,
+    checked,
+    of_schema,
+    template_asks,
+)
 from rollweave.rollout.gateway.requests import (
     TOOL_NAME,
     ChatRequest,
     OtherChoice,
-    Strict,
     Temperature,
     ToolKind,
     check_free,
     forced_call,
     read,
 )
-from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
+from rollweave.rollout.gateway.responses import (
+    THOUGHTS,
+    BlockStream,
+    ChatReply,
+    Json,
+    ReplyHead,
+    typed_event,
+)
 from rollweave.rollout.gateway.responses_tools import CALLS, OUTPUTS, call_of, item_of, read_tools
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.serving import Constraint

@@ -23,88 +23,22 @@ received:
   counts once. An answer that never arrives counts nowhere, since it had no effect.
 """
 
-import enum
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
+from rollweave.rollout.chat.replies import call_key
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.chat.tools import call_key
-from rollweave.rollout.gateway.origins import Conversation, origin
+from rollweave.rollout.gateway.branches import Branch, Call, CallState, Conversation, origin
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
+from rollweave.schema.serving import GenerateResult, spans_cover
 from rollweave.schema.work import (
     Origin,
-    Routes,
-    Segment,
-    SegmentKind,
     SequenceCause,
     TokenSequence,
-    TurnSpan,
-    with_routes,
 )
-
-
-class CallState(enum.Enum):
-    PENDING = "pending"  # being generated
-    ANSWERED = "answered"  # being sent to the program
-    LOST = "lost"  # the connection broke; the same request gets the same answer
-    DELIVERED = "delivered"  # received by the program: part of a sequence
-    DROPPED = "dropped"  # never completed
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """One request.
-
-    `digest` is the digest of the conversation; a completion has the `text` of its
-    prompt instead, until it is answered. Once the call is in a sequence, up to `end`,
-    its `prompt` is empty: the prompts of a program add up to the square of its context.
-    """
-
-    number: int
-    key: Hashable
-    digest: bytes
-    prompt: tuple[int, ...]
-    prompt_tokens: int
-    text: str | None = None
-    conversation: Conversation | None = None
-    """Its conversation until it is in a sequence; None for a completion."""
-    message: Message | None = None
-    """Its answer until it is in a sequence; None for a completion."""
-    thoughts: str = ""
-    """The thoughts of its answer."""
-    call_ids: list[str] = field(default_factory=list)
-    """The ids of the tool calls in its answer."""
-    shown: frozenset[int] = frozenset()
-    """The messages (of its conversation, or its answer) whose thoughts are among its
-    tokens.
-    """
-    continues: "Call | None" = None
-    """The call with which its prompt begins, until it is in a sequence."""
-    state: CallState = CallState.PENDING
-    result: GenerateResult | None = None
-    branch: "_Branch | None" = None
-    end: int = 0
-
-    @property
-    def message_tokens(self) -> tuple[int, ...]:
-        """Return the tokens of the agent's message."""
-        assert self.result is not None, "only an answered call has a message"
-        return self.result.tokens
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        """Return all tokens of the conversation, up to the end of the agent's
-        message.
-        """
-        assert self.result is not None, "only an answered call has an end"
-        prompt = self.prompt  # before `branch`, which another thread sets before it empties it
-        if self.branch is None:
-            return prompt + self.result.tokens
-        return tuple(self.branch.tokens[: self.end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,68 +53,6 @@ class Prepared:
     digest: bytes
     shown: frozenset[int]
     conversation: Conversation | None
-
-
-@dataclass(eq=False, slots=True)
-class _Branch:
-    """A branch of the session's conversations: a sequence that grows at its end."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    turns: list[TurnSpan] = field(default_factory=list)
-    routes: tuple[Routes, ...] = ()
-    origin: Origin | None = None
-    conversation: Conversation = field(default_factory=Conversation)
-    """The newest call's conversation, with its answer."""
-
-    def is_prefix_of(self, call: Call) -> bool:
-        """Return whether the call's prompt begins with all tokens of this branch."""
-        prompt = call.prompt
-        return (
-            len(self.tokens) <= len(prompt)
-            and self.tokens[-1] == prompt[len(self.tokens) - 1]
-            and (tuple(self.tokens) == prompt[: len(self.tokens)])
-        )
-
-    def append_turn(self, call: Call, result: GenerateResult) -> None:
-        prompt = call.prompt
-        kind = SegmentKind.OBSERVATION if self.tokens else SegmentKind.PROMPT
-        given = prompt[len(self.tokens) :]
-        self._append(given, [0.0] * len(given), kind)
-        start = len(self.tokens)
-        for span in result.versions:
-            part = slice(span.start, span.end)
-            self._append(
-                result.tokens[part], result.logprobs[part], SegmentKind.OUTPUT, span.version
-            )
-        self.turns.append(
-            TurnSpan(
-                start=start, end=len(self.tokens), finish_reason=openai_finish_reason(result.finish)
-            )
-        )
-        self.routes = with_routes(self.routes, result.routes)
-
-    def sequence(self) -> TokenSequence:
-        return TokenSequence(
-            tokens=tuple(self.tokens),
-            segments=tuple(self.segments),
-            logprobs=tuple(self.logprobs),
-            turns=tuple(self.turns),
-            routes=self.routes,
-            origin=self.origin,
-        )
-
-    def _append(
-        self, tokens: Sequence[int], logprobs: Sequence[float], kind: SegmentKind, version: int = -1
-    ) -> None:
-        if tokens:
-            start = len(self.tokens)
-            self.segments.append(
-                Segment(start=start, end=start + len(tokens), kind=kind, version=version)
-            )
-            self.tokens += tokens
-            self.logprobs += logprobs
 
 
 class SessionRecorder:
@@ -201,7 +73,7 @@ class SessionRecorder:
         """Answered calls by the text of their turn and the stop text that ended it."""
         self._by_text: dict[tuple[int, bytes], list[Call]] = {}
         """Answered completions by the length and the digest of prompt and answer."""
-        self._branches: list[_Branch] = []
+        self._branches: list[Branch] = []
         self.calls = 0
         """Number of requests that were not repetitions."""
 
@@ -341,7 +213,7 @@ class SessionRecorder:
         call.state = CallState.DELIVERED
         prefixes = [branch for branch in self._branches if branch.is_prefix_of(call)]
         if not prefixes:
-            prefixes = [_Branch(origin=self._origin(call))]
+            prefixes = [Branch(origin=self._origin(call))]
             self._branches += prefixes
         branch = max(prefixes, key=lambda branch: len(branch.tokens))
         branch.append_turn(call, call.result)

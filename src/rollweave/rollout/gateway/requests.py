@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from rollweave.io.http.fields import UNKNOWN_FIELD
@@ -26,9 +26,17 @@ from rollweave.io.http.messages import (
     other_than,
     read_message,
 )
-from rollweave.rollout.gateway.fields import Ask, Reading, Unread, template_asks, thinking_ask
-from rollweave.rollout.gateway.formats import Formats
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.fields import (
+    Ask,
+    Formats,
+    Reading,
+    RequestError,
+    Strict,
+    Unread,
+    bad,
+    template_asks,
+    thinking_ask,
+)
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import COLDEST, Adjustments, Constraint
@@ -134,10 +142,6 @@ PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
 """Fields that a pinned session accepts but ignores: the run decides how its turns are
 sampled.
 """
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"

@@ -1,22 +1,17 @@
-"""Render a turn as a response of OpenAI's chat API, complete or as a stream of chunks,
-and the interface of all APIs. Pure.
-
-Invariants: the chunks' text and calls add up to the complete response; a chunk never
-contains part of a character; the stop text and the token that ends a turn are not
-shown.
+"""The interface of all APIs: a turn as a message and a reply, and what the streams of
+several APIs share. Pure.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
+from rollweave.rollout.chat.replies import ParsedReply, Thinking, ToolFormat
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.chat.thoughts import Thinking
-from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta, TokenEntry
-from rollweave.rollout.gateway.refusals import RequestError, TooLongError
-from rollweave.rollout.gateway.requests import ChatRequest, parse_chat
-from rollweave.rollout.gateway.served import parse_batch, parse_served_chat
+from rollweave.rollout.gateway.fields import RequestError, TooLongError
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import (
@@ -27,9 +22,6 @@ from rollweave.schema.serving import (
 )
 
 Json = dict[str, Any]
-
-CHUNK: Final = "chat.completion.chunk"
-"""The type of a part of a stream in OpenAI's API."""
 
 
 class ReplyHead(Struct, frozen=True, kw_only=True):
@@ -235,69 +227,6 @@ class OpenAIApi:
         yield from ()
 
 
-class ChatApi(OpenAIApi):
-    """OpenAI's chat API. With `served`, requests may have the fields that are allowed
-    outside of a run.
-    """
-
-    prefix: Final = "chatcmpl"
-
-    def __init__(self, codec: TextCodec, *, served: bool = False) -> None:
-        self._codec, self._served = codec, served
-
-    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
-        del counts
-        return parse_served_chat(body, self._codec) if self._served else parse_chat(body)
-
-    def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
-        return completion(self._codec, head, reply, chat)
-
-    def stream(self, head: ReplyHead, chat: ChatRequest) -> "Chunks":
-        return Chunks(self._codec, head, chat)
-
-
-class BatchApi(ChatApi):
-    """vLLM's chat API of several conversations in one request."""
-
-    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
-        del counts
-        return parse_batch(body, self._codec)
-
-
-def completion(codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
-    """Return the body of a response that is not streamed."""
-    entries = [entry for delta in reply.deltas for entry in delta.entries]
-    if chat.token_ids or chat.token_names:
-        entries += reply.hidden(len(entries))
-    content = echoed(chat) + reply.message.content
-    choice = {
-        "index": 0,
-        "message": {
-            "role": "assistant",
-            "content": content or (None if reply.message.tool_calls else ""),
-            "refusal": None,
-            **({"reasoning_content": reply.message.thoughts} if reply.message.thoughts else {}),
-            **({"tool_calls": openai_calls(reply.message)} if reply.message.tool_calls else {}),
-        },
-        "logprobs": _logprobs(codec, entries, chat),
-        "finish_reason": reply.finish_reason,
-        "token_ids": reply.result.tokens if chat.token_ids else None,
-    }
-    return {
-        **head.of("chat.completion"),
-        "choices": [choice],
-        "usage": reply.usage(),
-        "prompt_token_ids": head.prompt if chat.token_ids else None,
-        "prompt_logprobs": prompt_scores(codec, head, reply, chat),
-    }
-
-
-def echoed(chat: ChatRequest) -> str:
-    """Return the given beginning of the agent's message, if the client wants it."""
-    last = chat.messages[-1:] if chat.echo and chat.prompt_form.continues_last else ()
-    return last[0].content if last else ""
-
-
 def prompt_scores(
     codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRequest
 ) -> list[Json | None] | None:
@@ -321,89 +250,6 @@ def prompt_scores(
             place |= score(each, logprob, rank)
         scores.append(place)
     return scores
-
-
-class Chunks:
-    """The chunks of one stream. The first chunk names the role."""
-
-    def __init__(self, codec: TextCodec, head: ReplyHead, chat: ChatRequest) -> None:
-        self._codec, self._head, self._chat = codec, head, chat
-        self._content = self._thoughts = ""
-        self._begun = False
-        self._tokens = 0
-
-    def progress(self, deltas: Sequence[TextDelta], reason: str | None = None) -> Iterator[Json]:
-        """Yield chunks with the text that is certain before the turn is complete; the
-        last chunk has the `reason` for which the turn has ended.
-        """
-        if deltas and not self._begun:
-            yield from self._begin()
-        for number, delta in enumerate(deltas, 1):
-            self._content += delta.text
-            self._thoughts += delta.thoughts
-            ends, entries = reason if number == len(deltas) else None, delta.entries
-            if delta.thoughts:
-                told = {"reasoning_content": delta.thoughts}
-                yield self._chunk(told, entries, None if delta.text else ends)
-                entries = ()
-            if delta.text or not delta.thoughts:
-                yield self._chunk({"content": delta.text}, entries, ends)
-
-    def rest(self, reply: ChatReply) -> Iterator[Json]:
-        """Yield the other chunks of a complete turn.
-
-        Raises ContradictionError if its message does not begin with what was sent.
-        """
-        message = reply.message
-        check_begun(message, self._thoughts, self._content)
-        if not self._begun:
-            yield from self._begin(no_content=bool(message.tool_calls))
-        sent = self._tokens + sum(len(delta.entries) for delta in reply.deltas)
-        hidden = reply.hidden(sent)
-        shows_all = self._chat.token_ids or self._chat.token_names
-        ended = False
-        if message.tool_calls:
-            # Calls are parsed once the turn is complete: only then is the text around
-            # them known.
-            if left := message.thoughts[len(self._thoughts) :]:
-                yield self._chunk({"reasoning_content": left})
-            left = message.content[len(self._content) :]
-            entries = [entry for delta in reply.deltas for entry in delta.entries]
-            yield self._chunk({"content": left or None}, entries)
-            for index, call in enumerate(openai_calls(message)):
-                named = {**call, "function": {**call["function"], "arguments": ""}}
-                yield self._chunk({"tool_calls": [{"index": index, **named}]})
-                arguments = {"arguments": call["function"]["arguments"]}
-                yield self._chunk({"tool_calls": [{"index": index, "function": arguments}]})
-        else:
-            ended = bool(reply.deltas) and not hidden
-            yield from self.progress(reply.deltas, reply.finish_reason if ended else None)
-        if not ended:
-            self._tokens = len(reply.result.tokens) - (len(hidden) if shows_all else 0)
-            yield self._chunk({}, hidden if shows_all else (), reply.finish_reason)
-        if self._chat.include_usage:
-            yield {**self._head.of(CHUNK), "choices": [], "usage": reply.usage()}
-
-    def _begin(self, *, no_content: bool = False) -> Iterator[Json]:
-        self._begun = True
-        chunk = self._chunk({"role": "assistant", "content": None if no_content else ""})
-        yield chunk | ({"prompt_token_ids": self._head.prompt} if self._chat.token_ids else {})
-        if given := echoed(self._chat):
-            yield self._chunk({"content": given})
-
-    def _chunk(
-        self, delta: Json, entries: Sequence[TokenEntry] = (), reason: str | None = None
-    ) -> Json:
-        self._tokens += len(entries)
-        logprobs = _logprobs(self._codec, entries, self._chat) if entries else None
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        if self._chat.token_ids and entries:
-            choice["token_ids"] = [entry.token for entry in entries]
-        return {
-            **self._head.of(CHUNK),
-            "choices": [choice],
-            **usage_so_far(self._head, self._chat, self._tokens),
-        }
 
 
 def usage_so_far(head: ReplyHead, chat: ChatRequest, tokens: int) -> Json:
@@ -431,24 +277,93 @@ def top_of(entry: TokenEntry, chat: ChatRequest) -> TokenChances:
     return entry.top[: chat.top_logprobs]
 
 
-def _logprobs(codec: TextCodec, entries: Sequence[TokenEntry], chat: ChatRequest) -> Json | None:
-    if not chat.logprobs:
-        return None
+THOUGHTS: Final = "thoughts"
+TEXT: Final = "text"
+"""Kinds of blocks."""
 
-    def shown(token: int, logprob: float) -> Json:
-        text = token_name(codec, token, chat)
-        # The bytes of part of a character cannot be recovered from its text.
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
 
-    content = [
-        {
-            **shown(entry.token, entry.logprob),
-            "top_logprobs": [shown(*each) for each in top_of(entry, chat)],
-        }
-        for entry in entries
-    ]
-    return {"content": content, "refusal": None}
+class BlockStream(ABC):
+    """The events of one turn: a block of thoughts, a block of text, and a block for
+    each call, as far as the turn has them.
+    """
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._blocks = 0
+        """Number of complete blocks, and therefore the number of the next block."""
+        self._open = ""
+        """The kind of the block that is being sent; "" if no block is."""
+        self._sent = {THOUGHTS: "", TEXT: ""}
+
+    def progress(self, deltas: Sequence[TextDelta]) -> Iterator[Json]:
+        """Yield events with the text that is certain before the turn is complete."""
+        yield from self._more(THOUGHTS, "".join(delta.thoughts for delta in deltas))
+        yield from self._more(TEXT, "".join(delta.text for delta in deltas))
+
+    def rest(self, reply: ChatReply) -> Iterator[Json]:
+        """Yield the other events of a complete turn.
+
+        Raises ContradictionError if its message does not begin with what was sent.
+        """
+        message = reply.message
+        check_begun(message, self._sent[THOUGHTS], self._sent[TEXT])
+        yield from self._more(THOUGHTS, message.thoughts[len(self._sent[THOUGHTS]) :])
+        yield from self._more(TEXT, message.content[len(self._sent[TEXT]) :])
+        if not self._begun:
+            yield from self._begin()
+        yield from self._complete()
+        for call in message.tool_calls:
+            yield from self._call(self._blocks, call)
+            self._blocks += 1
+        yield from self._end(reply)
+
+    def _more(self, kind: str, text: str) -> Iterator[Json]:
+        """Yield events with more text of a block, after the events that must precede
+        it.
+        """
+        if not text:
+            return
+        if not self._begun:
+            self._begun = True
+            yield from self._begin()
+        if self._open != kind:
+            yield from self._complete()
+            self._open = kind
+            yield from self._open_block(kind)
+        self._sent[kind] += text
+        yield from self._delta(kind, text)
+
+    def _complete(self) -> Iterator[Json]:
+        if self._open:
+            yield from self._close_block(self._open, self._sent[self._open])
+            self._blocks += 1
+            self._open = ""
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Json]:
+        """Yield the events before the first block."""
+
+    @abstractmethod
+    def _open_block(self, kind: str) -> Iterator[Json]:
+        """Yield the events at the beginning of block number `_blocks`."""
+
+    @abstractmethod
+    def _delta(self, kind: str, text: str) -> Iterator[Json]:
+        """Yield events with more of the block."""
+
+    @abstractmethod
+    def _close_block(self, kind: str, text: str) -> Iterator[Json]:
+        """Yield the events at the end of the block, whose whole text is `text`."""
+
+    @abstractmethod
+    def _call(self, index: int, call: ToolCall) -> Iterator[Json]:
+        """Yield the events of a call, which is block `index`."""
+
+    @abstractmethod
+    def _end(self, reply: ChatReply) -> Iterator[Json]:
+        """Yield the events after the last block."""
+
+
+def typed_event(event: Json) -> bytes:
+    """Return the bytes of an event, which is named after its type."""
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()

@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from rollweave.rollout.gateway.fields import Reading
-from rollweave.rollout.gateway.refusals import bad
+from rollweave.rollout.gateway.fields import Reading, bad
 from rollweave.rollout.gateway.requests import ToolKind, leave_tool
 from rollweave.rollout.gateway.responses import Json
 from rollweave.schema.chat import ToolCall

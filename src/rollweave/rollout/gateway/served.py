@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field
 
 from rollweave.io.http.messages import OpenModel
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.fields import Reading, Unread
-from rollweave.rollout.gateway.refusals import bad
+from rollweave.rollout.gateway.fields import Reading, Unread, bad
 from rollweave.rollout.gateway.requests import (
     Chat,
     ChatRequest,

@@ -26,18 +26,21 @@ from rollweave.io.http.bodies import body_of
 from rollweave.io.http.guard import Guard, sent_token
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.chat.replies import ToolFormat
 from rollweave.rollout.gateway.answering import (
+    COUNTS,
     KEEP_ALIVE_S,
     MAX_BODY,
+    add_apis,
     answer,
+    apis,
     errors_of,
     identity,
     ignored,
+    model_object,
 )
-from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_object
-from rollweave.rollout.gateway.aside import Aside
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.fields import RequestError
+from rollweave.rollout.gateway.preparing import Aside
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits
 from rollweave.schema.base import Struct

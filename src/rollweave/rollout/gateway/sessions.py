@@ -18,17 +18,21 @@ import msgspec
 
 from rollweave.engine.grammar_check import BusyError
 from rollweave.engine.matchers import CANNOT
+from rollweave.rollout.chat.replies import Thinking, ToolFormat
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.chat.thoughts import Thinking
-from rollweave.rollout.chat.tools import ToolFormat
-from rollweave.rollout.gateway.aside import INLINE, Aside
-from rollweave.rollout.gateway.calls import call_constraint, parts_of
+from rollweave.rollout.gateway.branches import Call, CallState
 from rollweave.rollout.gateway.deltas import DeltaReader
-from rollweave.rollout.gateway.fields import Unread
-from rollweave.rollout.gateway.readable import IgnoredFields, readable
-from rollweave.rollout.gateway.recorder import Call, CallState, Prepared, SessionRecorder
-from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
+from rollweave.rollout.gateway.fields import RequestError, TooLongError, Unread, bad
+from rollweave.rollout.gateway.preparing import (
+    INLINE,
+    Aside,
+    IgnoredFields,
+    call_constraint,
+    parts_of,
+    readable,
+)
+from rollweave.rollout.gateway.recorder import Prepared, SessionRecorder
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix

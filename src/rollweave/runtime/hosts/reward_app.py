@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollweave.envs.threads import EnvThreads
-from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import FunctionReward, RewardCall
 from rollweave.runtime.hosts.answers import Answer, Answers, UserModules
 from rollweave.schema.config.rewards import RewardConfig

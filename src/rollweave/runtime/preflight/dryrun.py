@@ -16,7 +16,7 @@ from rollweave.io.extras import how_to_install
 from rollweave.io.machine import cores
 from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
-from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
@@ -337,7 +337,7 @@ def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
     if not site.is_here or not asked:
         return
     # most runs need no HTTP client
-    from rollweave.rollout.reward_check import check_reward
+    from rollweave.rollout.rewards import check_reward
 
     for number, reward in asked:
         where = f"rewards.{number}"

@@ -23,7 +23,7 @@ from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.rules import named, rule
 from rollweave.envs.tasks import TaskSource, images_of
 from rollweave.io.locked_folders import temporary_folder
-from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
 from rollweave.rollout.reward_sources import reference_in, reward_function
 from rollweave.runtime.images import Images

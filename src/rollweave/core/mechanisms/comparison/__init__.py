@@ -2,7 +2,7 @@
 
 When all members of such a group have their other rewards, the chosen members are
 compared once; the judge's rewards replace theirs, and decide about the group. The world
-asks the judge (`rollout/comparisons`).
+asks the judge (`rollout/rewards`).
 
 Invariant: a group has the status COMPARING if and only if it is in `State.groups`.
 """

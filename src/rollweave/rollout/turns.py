@@ -17,22 +17,25 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
 from rollweave.engine.clients.base import Generates, OnTokens, Reranks
 from rollweave.record.turn_log import TurnLog, context_digest
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.turns.aspects import (
+from rollweave.rollout.driver import Spans
+from rollweave.rollout.turn_parts import (
     Aspect,
+    PartialTurn,
     ProgressReporter,
+    RecordedTurn,
+    RecordedTurns,
     Recording,
     Reporting,
+    Resuming,
     Streaming,
+    replayed,
 )
-from rollweave.rollout.turns.recorded import RecordedTurn, RecordedTurns, replayed
-from rollweave.rollout.turns.resuming import PartialTurn, Resuming
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import DiskError, EngineLostError
@@ -62,16 +65,6 @@ LEAST_BUDGET_S = 1e-3
 """Smallest generation budget in seconds, used when an attempt has no time left: an
 engine takes 0 as unbounded.
 """
-
-
-class Spans(Protocol):
-    """Receives the durations of an attempt's phases; `record/trace.py` draws them."""
-
-    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
-        """Record one phase of the attempt `lane`."""
-
-    def episode_over(self, lane: str) -> None:
-        """Record that the attempt is over."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
