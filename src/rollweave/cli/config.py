@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import out
-from rollweave.schema.config.conflicts import CONFLICTS
+from rollweave.schema.config.conflicts import CONFLICTS, WITHOUT_EFFECT
 from rollweave.schema.config.reference import Part, Setting, json_schema, part_or_setting, parts
 
 INTRODUCTION = """\
@@ -67,16 +67,20 @@ def page() -> Iterator[str]:
             )
             yield f"| {' | '.join(cells)} |"
         yield ""
-    yield "## Settings that exclude each other\n"
-    yield "| about | settings | must be left out | because |"
-    yield "|---|---|---|---|"
-    for conflict in CONFLICTS:
-        for choices, clause in conflict.cases():
+    for title, verb, table in (
+        ("Settings that exclude each other", "must be left out", CONFLICTS),
+        ("Settings without effect", "have no effect", WITHOUT_EFFECT),
+    ):
+        yield f"## {title}\n"
+        yield f"| settings | {verb} | because |"
+        yield "|---|---|---|"
+        for row in table:
             named = ", ".join(
                 f"`{key}`" + (f" ({', '.join(values)})" if values else "")
-                for key, values in choices.items()
+                for key, values in row.choices.items()
             )
-            yield f"| {conflict.of} | {named} | {clause.text} | {clause.why} |"
+            yield f"| {named} | {row.clause.text} | {row.clause.why} |"
+        yield ""
 
 
 def _code(value: str | None) -> str:

@@ -38,8 +38,8 @@ def serve(
         if path.is_file() or path.suffix == ".toml"
         else service_of_run(str(path), overrides)
     )
-    config, dropped = examine_service(config)
-    for check in dropped:
+    config, warnings = examine_service(config)
+    for check in warnings:
         err.print(f"[yellow]{escape(check.name)}:[/] {escape(check.detail)}", soft_wrap=True)
     launch.serve(
         config,

@@ -5,6 +5,7 @@ time.
 from collections.abc import Iterator
 from typing import Any
 
+from rollweave.schema.config.conflicts import without_effect
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SIMULATED_MODEL
 from rollweave.schema.config.values import Section
@@ -62,7 +63,7 @@ def ignored(config: RunConfig) -> list[str]:
     for index, group in enumerate(config.engines):
         where = f"engines.{index}" if len(config.engines) > 1 else "engines"
         names += [f"{where}.{field}" for field in _changed(group, IGNORED_ENGINE)]
-    return names
+    return list(dict.fromkeys([*names, *without_effect(config)]))
 
 
 def _changed(section: Section, fields: tuple[str, ...]) -> Iterator[str]:

@@ -1,5 +1,5 @@
 """The refusals of a configuration, with their exact texts (`refusals.toml`), and the
-table of settings that exclude each other.
+tables of settings that exclude each other and of settings without effect.
 """
 
 import tomllib
@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from rollweave.schema.config import conflicts
-from rollweave.schema.config.conflicts import CONFLICTS, Clause, Conflict, Place
+from rollweave.schema.config.conflicts import (
+    CONFLICTS,
+    WITHOUT_EFFECT,
+    Conflict,
+    Place,
+    without_effect,
+)
 from rollweave.schema.config.loading import dumps, loads, settings_of
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -60,31 +66,36 @@ SCRATCH = TABLE["bases"]["scratch"]
 DEFAULTS = ["rollout.mode=sync", "rollout.temperature=1", "eval.episodes=64", "tasks.0.weight=1"]
 
 
-def test_each_row_refuses_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_without_effect_are_said() -> None:
+    for row in TABLE["without_effect"]:
+        config = loads(TABLE["bases"][row.get("base", "scratch")], row["set"])
+        assert list(without_effect(config).values()) == [row["says"]], row["name"]
+
+
+@pytest.mark.parametrize("table", ["CONFLICTS", "WITHOUT_EFFECT"])
+def test_each_row_applies_to_a_file(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
     used = set[str]()
 
-    def watched(settings: str, clause: Clause) -> Clause:
+    def watched(row: Conflict) -> Conflict:
         def applies(place: Place) -> object:
-            if found := clause.applies(place):
-                used.add(f"{settings} {clause.text}")
+            if found := row.clause.applies(place):
+                used.add(f"{row.settings} {row.clause.text}")
             return found
 
-        return clause._replace(applies=applies)
+        return Conflict(row.settings, row.clause._replace(applies=applies))
 
-    table = tuple(
-        Conflict(row.of, {key: watched(key, clause) for key, clause in row.settings.items()})
-        for row in CONFLICTS
-    )
-    monkeypatch.setattr(conflicts, "CONFLICTS", table)
+    rows = getattr(conflicts, table)
+    monkeypatch.setattr(conflicts, table, tuple(map(watched, rows)))
     for _, base, overrides, _ in cases():
         assert refused(base, overrides)
-    known = [f"{key} {clause.text}" for row in CONFLICTS for key, clause in row.settings.items()]
-    assert [case for case in known if case not in used] == []
+    for row in TABLE["without_effect"]:
+        assert without_effect(loads(TABLE["bases"][row.get("base", "scratch")], row["set"]))
+    assert [row for row in rows if f"{row.settings} {row.clause.text}" not in used] == []
 
 
 def test_rows_are_of_settings() -> None:
     known = {*settings_of(RunConfig), *RunConfig.model_fields}
-    assert {key for row in CONFLICTS for choices, _ in row.cases() for key in choices} <= known
+    assert {key for row in (*CONFLICTS, *WITHOUT_EFFECT) for key in row.choices} <= known
 
 
 def test_defaults_are_accepted_even_where_they_are_written() -> None:

@@ -53,6 +53,7 @@ from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.schema.base import EngineId, Struct
+from rollweave.schema.config.conflicts import without_effect
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
@@ -143,7 +144,8 @@ def plan(
 def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
     """Check that the model has room for the longest sequences, unless only registered
     engines compute them, and drop overlong prompts of domains whose `overlong` is
-    "drop". Return the configuration, and a warning for each of these domains.
+    "drop". Return the configuration, and a warning for each of these domains, and for
+    each setting without effect.
 
     Raises ConfigError, also for a domain of which no prompt would be left, and for a
     model whose tokenizer cannot be read.
@@ -158,7 +160,8 @@ def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
             domains += [domain] if domain is not None else []
     config, checks, measured = without_overlong(config, domains)
     must_pass(check_prompts(config, [one for one in domains if one.name not in measured]))
-    return config, checks
+    unused = [warn(UNUSED, text) for text in without_effect(config).values()]
+    return config, [*checks, *unused]
 
 
 def _users_code(
@@ -173,9 +176,11 @@ def _users_code(
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:
     """Refuse settings that exclude each other, also of a configuration that comes from
-    no file.
+    no file, and name the settings without effect.
     """
     yield from map(refused, config.broken_rules())
+    for text in without_effect(config).values():
+        yield warn(UNUSED, text)
     if config.model.device != "cuda" and config.cluster is None:
         for degree in sorted({group.degree for group in config.engines if group.degree > cores()}):
             yield warn(

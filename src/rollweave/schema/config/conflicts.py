@@ -1,13 +1,15 @@
-"""The settings that exclude each other: one table, which one loop checks.
+"""The settings that exclude each other, and those without effect: two tables, which one
+loop checks.
 
-A setting that cannot be beside another one, or has no effect beside it, must be left
-out, so that no user waits for the effect.
+A setting that cannot be beside another one, or whose effect a user would wait for, must
+be left out (`CONFLICTS`). A setting that only has no effect beside another one is
+accepted, and the dry run and the start of a run say so (`WITHOUT_EFFECT`).
 
 Invariant: only a value that differs from the default counts, so that a configuration
 that was dumped loads as itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +74,7 @@ class Place:
 
 
 class Clause(NamedTuple):
-    """A condition under which settings must be left out, in words, and as a test.
+    """A condition of the settings beside a setting, in words, and as a test.
 
     `said` are the words for one configuration, if they differ.
     """
@@ -89,26 +91,23 @@ class Clause(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Settings of one subject that must be left out, each where its clause applies.
+    """Settings that must be left out, or have no effect, where a clause applies.
 
-    A setting with a value (`ablation.without=repack`) must not have this value; several
-    settings with the same clause are one key, with spaces between them.
+    `settings` are keys with spaces between them. A key with a value
+    (`ablation.without=repack`) stands for this value alone.
     """
 
-    of: str
-    """The subject of the settings: a mechanism of the core, or a part of a run."""
-    settings: Mapping[str, Clause]
+    settings: str
+    clause: Clause
 
-    def cases(self) -> Iterator[tuple[dict[str, list[str]], Clause]]:
-        """Yield the keys of settings, each with the values that it must not have (with
-        none, it must be left out whatever its value), and when.
-        """
-        for settings, clause in self.settings.items():
-            choices: dict[str, list[str]] = {}
-            for setting in settings.split():
-                key, _, value = setting.partition("=")
-                choices.setdefault(key, []).extend([value] if value else [])
-            yield choices, clause
+    @property
+    def choices(self) -> dict[str, list[str]]:
+        """The keys, each with the values for which it stands; none stand for all."""
+        choices: dict[str, list[str]] = {}
+        for setting in self.settings.split():
+            key, _, value = setting.partition("=")
+            choices.setdefault(key, []).extend([value] if value else [])
+        return choices
 
 
 def _is_list(value: Any) -> bool:
@@ -205,276 +204,238 @@ def _is_overridden(place: Place) -> bool:
 
 
 CONFLICTS = (
-    # Mechanisms of the core, by their names there.
+    # Modes, and where rollouts run.
     Conflict(
-        "versions",
-        {
-            f"{_all('buffer', BufferConfig)} ablation.without=repack": _unless(
-                "rollout.mode", "decoupled"
-            ),
-            "tasks.pool rollout.affinity allocation loans "
-            + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
-            + " ablation.without=free_stepping ablation.without=reward_overlap": _beside(
-                "rollout.mode",
-                "decoupled",
-                why="in which each engine launches trajectories of all domains, and keeps them",
-            ),
-        },
+        "tasks.pool rollout.affinity allocation loans "
+        + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
+        + " ablation.without=free_stepping ablation.without=reward_overlap",
+        _beside(
+            "rollout.mode",
+            "decoupled",
+            why="in which each engine launches trajectories of all domains, and keeps them",
+        ),
+    ),
+    Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded", "decoupled")),
+    Conflict("rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "bounded")),
+    Conflict("rollout.spare_groups=learned", _without("rollout.dynamic_sampling")),
+    Conflict(
+        "rollout.affinity",
+        Clause("unless each group of engines is in one of several pools", _lacks_pools),
+    ),
+    Conflict("pools", _without("cluster", "sim")),
+    Conflict(
+        "weights.relays",
+        Clause(
+            "with [cluster] or [pools]",
+            lambda place: place.config.cluster is not None or place.config.pools,
+            why="whose hosts have one each",
+        ),
+    ),
+    Conflict("loans", _without("sim", why="since live runs borrow no engines yet")),
+    Conflict("loans", _beside("allocation", why="which decides the degrees of all engines")),
+    Conflict(
+        "trainer.colocated",
+        _unless("rollout.mode", "sync", why="the only one that does not train while it rolls out"),
+    ),
+    Conflict("loans allocation ablation.without=staging", _beside("trainer.colocated")),
+    Conflict(
+        "loans trainer.colocated",
+        _beside("engines.kind", *SERVERS, why="whose servers keep their memory"),
+    ),
+    # Algorithms and models.
+    Conflict("algorithm.gamma", _unless_estimator(*OF_TURNS)),
+    Conflict("algorithm.reward_weight teacher", _unless_estimator("distill")),
+    Conflict(
+        "lora trainer.tensor_parallel",
+        _beside_estimator(*OF_CRITIC, why="whose critic is trained in full, and not divided"),
     ),
     Conflict(
-        "lengths",
-        {
-            " ".join(f"ablation.policies={name}" for name in PREDICTORS): Clause(
-                "where no policy predicts lengths", lambda place: not _predicts(place.config)
-            )
-        },
+        "rollout.temperature",
+        _beside_estimator("distill", why="whose teacher gives log-probs at temperature 1"),
     ),
     Conflict(
-        "placement",
-        {
-            "ablation.policies=rank ablation.policies=gain": Clause(
-                f"unless the placement is {_or(PARTITIONS)}",
-                lambda place: place.config.placement not in PARTITIONS,
-            ),
-            "loans": _beside("allocation", why="which decides the degrees of all engines"),
-        },
+        "rollout.dynamic_sampling",
+        _beside_estimator("distill", why="which also learns from groups of equal rewards"),
     ),
     Conflict(
-        "phases",
-        {
-            "engines.phase": Clause(
-                "with address or kind sglang",
-                lambda place: not place.item.moves_kv,
-                why="whose engines cannot move KV",
-            )
-        },
+        "tasks.env_weight",
+        _beside_estimator(*OF_TURNS, why="which takes each turn's reward from the environment"),
     ),
     Conflict(
-        "pools",
-        {
-            "rollout.affinity": Clause(
-                "unless each group of engines is in one of several pools", _lacks_pools
-            )
-        },
+        "algorithm.kl_direction",
+        Clause("with several trainer.ranks", lambda place: place.config.trainer.ranks > 1),
     ),
     Conflict(
-        "relays",
-        {
-            "weights.transport ablation.without=deltas": _without("weights.relays", "cluster"),
-            "weights.relays": Clause(
-                "with [cluster] or [pools]",
-                lambda place: place.config.cluster is not None or place.config.pools,
-                why="whose hosts have one each",
-            ),
-        },
+        "trainer.tensor_parallel",
+        _unless("model.implementation", "transformers", why="whose models have the plan"),
     ),
     Conflict(
-        "cluster",
-        {
-            "pools": _without("cluster", "sim"),
-            "pools.site": _without("cluster"),
-            "workers.pool": _without("workers.count"),
-        },
+        "algorithm.routing_replay",
+        _unless("engines.kind", "vllm", why="which returns the experts that it chooses"),
     ),
     Conflict(
-        "loans",
-        {
-            "loans": _without("sim", why="since live runs borrow no engines yet"),
-        },
+        "algorithm.routing_replay engines.phase",
+        Clause(
+            "without the prefix cache (ablation.without)",
+            lambda place: "prefix_cache" in place.config.ablation.without,
+            why="which keeps the KV to move and the chosen experts",
+        ),
     ),
     Conflict(
-        "comparison",
-        {
-            "rewards.judge.scale": _beside(
-                "rewards.judge.pairwise", why="whose reward is a share of wins"
-            )
-        },
+        "algorithm.routing_replay lora.path engines.address",
+        _beside(
+            "model.scratch",
+            why="which has random weights and no experts, and which no running server has loaded",
+        ),
     ),
-    # Modes.
+    Conflict("eval.stop_at", _without("eval.every", why="since periodic evaluations reach it")),
+    # Kinds of engines.
+    Conflict("engines.python engines.args engines.address", _unless("engines.kind", *SERVERS)),
     Conflict(
-        "modes",
-        {
-            "rollout.alpha": _unless("rollout.mode", "partial", "bounded", "decoupled"),
-            "rollout.spare_groups": _unless("rollout.mode", "sync", "one_step", "bounded"),
-            "rollout.spare_groups=learned": _without("rollout.dynamic_sampling"),
-            "ablation.without=early_updates": _unless("rollout.mode", "bounded"),
-        },
+        "engines.python engines.args engines.degree allocation algorithm.routing_replay",
+        _beside("engines.address", why="whose servers already run"),
     ),
     Conflict(
-        "colocated",
-        {
-            "trainer.colocated": _unless(
-                "rollout.mode", "sync", why="the only one that does not train while it rolls out"
-            ),
-            "loans allocation ablation.without=staging": _beside("trainer.colocated"),
-            "loans trainer.colocated": _beside(
-                "engines.kind", *SERVERS, why="whose servers keep their memory"
-            ),
-        },
+        "engines.phase",
+        Clause(
+            "with address or kind sglang",
+            lambda place: not place.item.moves_kv,
+            why="whose engines cannot move KV",
+        ),
     ),
-    # Algorithms.
+    Conflict("engines.deterministic", _beside("engines.kind", "vllm")),
     Conflict(
-        "estimators",
-        {
-            "algorithm.gamma": _unless_estimator(*OF_TURNS),
-            "algorithm.reward_weight teacher": _unless_estimator("distill"),
-            _all("critic", CriticConfig): _unless_estimator(*OF_CRITIC),
-            "lora trainer.tensor_parallel": _beside_estimator(
-                *OF_CRITIC, why="whose critic is trained in full, and not divided"
-            ),
-            "rollout.temperature": _beside_estimator(
-                "distill", why="whose teacher gives log-probs at temperature 1"
-            ),
-            "rollout.dynamic_sampling": _beside_estimator(
-                "distill", why="which also learns from groups of equal rewards"
-            ),
-            "tasks.env_weight": _beside_estimator(
-                *OF_TURNS, why="which takes each turn's reward from the environment"
-            ),
-        },
+        "engines.prefill_chunk_tokens",
+        _beside(
+            "engines.kind",
+            *SERVERS,
+            why="whose args have --max-num-batched-tokens or --chunked-prefill-size",
+        ),
     ),
     Conflict(
-        "divergence",
-        {
-            "algorithm.kl_direction": _without("algorithm.kl"),
-        },
-    ),
-    Conflict(
-        "experts",
-        {
-            "algorithm.routing_replay": _unless(
-                "engines.kind", "vllm", why="which returns the experts that it chooses"
-            ),
-            "algorithm.routing_replay engines.phase": Clause(
-                "without the prefix cache (ablation.without)",
-                lambda place: "prefix_cache" in place.config.ablation.without,
-                why="which keeps the KV to move and the chosen experts",
-            ),
-        },
-    ),
-    Conflict(
-        "models",
-        {
-            "algorithm.routing_replay lora.path": _beside(
-                "model.scratch", why="which has random weights and no experts"
-            ),
-            "engines.address": _beside("model.scratch", why="which no running server has loaded"),
-        },
-    ),
-    Conflict(
-        "ranks",
-        {
-            "trainer.tensor_parallel": _unless(
-                "model.implementation", "transformers", why="whose models have the plan"
-            ),
-            "algorithm.kl_direction": Clause(
-                "with several trainer.ranks", lambda place: place.config.trainer.ranks > 1
-            ),
-        },
-    ),
-    # Task domains, rewards and evaluations.
-    Conflict(
-        "task domains",
-        {
-            "tasks.weight": Clause(
-                "with one task domain", lambda place: len(place.config.tasks) == 1
-            ),
-            "rollout.group_size " + _all("algorithm", TaskAlgorithmConfig): Clause(
-                "where each task domain has its own", _is_overridden
-            ),
-        },
-    ),
-    Conflict(
-        "rewards",
-        {
-            "tasks.env_weight": Clause(
-                "without [[rewards]] for the domain",
-                lambda place: not place.config.rewards_of(place.item.name),
-            ),
-            "rewards.token_env": _beside("rewards.function"),
-        },
-    ),
-    Conflict(
-        "evaluations",
-        {
-            "eval.stop_at": _without("eval.every", why="since periodic evaluations reach it"),
-            "eval.episodes": Clause(
-                "without eval.every",
-                lambda place: not place.config.eval.every and place.config.eval.final_episodes,
-                why="since the last evaluation has eval.final_episodes",
-            ),
-            "eval.temperature": _without("eval.every", "eval.final_episodes"),
-        },
-    ),
-    # Engines, devices and sandboxes.
-    Conflict(
-        "servers",
-        {
-            "engines.python engines.args engines.address": _unless("engines.kind", *SERVERS),
-            "engines.python engines.args engines.degree allocation algorithm.routing_replay": (
-                _beside("engines.address", why="whose servers already run")
-            ),
-            "engines.token_env": _without("engines.address"),
-        },
-    ),
-    Conflict(
-        "kinds of engines",
-        {
-            "engines.deterministic": _beside("engines.kind", "vllm"),
-            "engines.prefill_chunk_tokens": _beside(
-                "engines.kind",
-                *SERVERS,
-                why="whose args have --max-num-batched-tokens or --chunked-prefill-size",
-            ),
-            "rollout.top_p": Clause(
-                "with engines.kind vllm unless all temperatures are 0 or 1",
-                lambda place: (
-                    "vllm" in place.values("engines.kind") and place.config.scales_logprobs
-                ),
-            ),
-        },
-    ),
-    Conflict(
-        "devices",
-        {
-            "ablation.without=cuda_graphs trainer.save_memory=optimizer": _beside(
-                "model.device", "cpu"
-            ),
-            "ablation.without=cuda_graphs": Clause(
-                "where all engines are servers or deterministic",
-                lambda place: all(
-                    group.server is not None or group.deterministic
-                    for group in place.config.engines
-                ),
-            ),
-        },
-    ),
-    Conflict(
-        "sandboxes",
-        {
-            "sandbox.mirror": _beside(
-                "sandbox.backend", "zygote", "plain", why="with the host's image only"
-            )
-        },
+        "rollout.top_p",
+        Clause(
+            "with engines.kind vllm unless all temperatures are 0 or 1",
+            lambda place: "vllm" in place.values("engines.kind") and place.config.scales_logprobs,
+        ),
     ),
 )
-"""The settings, when they must be left out, and why."""
+"""The settings that must be left out, when, and why."""
+
+WITHOUT_EFFECT = (
+    # Modes, and where rollouts run.
+    Conflict(
+        f"{_all('buffer', BufferConfig)} ablation.without=repack",
+        _unless("rollout.mode", "decoupled"),
+    ),
+    Conflict("ablation.without=early_updates", _unless("rollout.mode", "bounded")),
+    Conflict(
+        " ".join(f"ablation.policies={name}" for name in PREDICTORS),
+        Clause("where no policy predicts lengths", lambda place: not _predicts(place.config)),
+    ),
+    Conflict(
+        "ablation.policies=rank ablation.policies=gain",
+        Clause(
+            f"unless the placement is {_or(PARTITIONS)}",
+            lambda place: place.config.placement not in PARTITIONS,
+        ),
+    ),
+    Conflict("weights.transport ablation.without=deltas", _without("weights.relays", "cluster")),
+    Conflict("pools.site", _without("cluster")),
+    Conflict("workers.pool", _without("workers.count")),
+    # Algorithms, task domains, rewards and evaluations.
+    Conflict(_all("critic", CriticConfig), _unless_estimator(*OF_CRITIC)),
+    Conflict("algorithm.kl_direction", _without("algorithm.kl")),
+    Conflict(
+        "tasks.weight",
+        Clause("with one task domain", lambda place: len(place.config.tasks) == 1),
+    ),
+    Conflict(
+        "rollout.group_size " + _all("algorithm", TaskAlgorithmConfig),
+        Clause("where each task domain has its own", _is_overridden),
+    ),
+    Conflict(
+        "tasks.env_weight",
+        Clause(
+            "without [[rewards]] for the domain",
+            lambda place: not place.config.rewards_of(place.item.name),
+        ),
+    ),
+    Conflict("rewards.token_env", _beside("rewards.function")),
+    Conflict(
+        "rewards.judge.scale",
+        _beside("rewards.judge.pairwise", why="whose reward is a share of wins"),
+    ),
+    Conflict(
+        "eval.episodes",
+        Clause(
+            "without eval.every",
+            lambda place: not place.config.eval.every and place.config.eval.final_episodes,
+            why="since the last evaluation has eval.final_episodes",
+        ),
+    ),
+    Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
+    # Kinds of engines, devices and sandboxes.
+    Conflict("engines.token_env", _without("engines.address")),
+    Conflict(
+        "ablation.without=cuda_graphs trainer.save_memory=optimizer",
+        _beside("model.device", "cpu"),
+    ),
+    Conflict(
+        "ablation.without=cuda_graphs",
+        Clause(
+            "where all engines are servers or deterministic",
+            lambda place: all(
+                group.server is not None or group.deterministic for group in place.config.engines
+            ),
+        ),
+    ),
+    Conflict(
+        "sandbox.mirror",
+        _beside("sandbox.backend", "zygote", "plain", why="with the host's image only"),
+    ),
+)
+"""The settings that have no effect, when, and why."""
 
 
 def conflicts(config: Sections) -> list[FieldError]:
     """Return an error for each setting that must be left out."""
     errors: dict[str, FieldError] = {}
-    for choices, clause in (case for conflict in CONFLICTS for case in conflict.cases()):
-        for key, values in choices.items():
+    for place, value, chosen, rule in _found(config, CONFLICTS):
+        choice = chosen[0] if chosen else ""
+        errors.setdefault(place.field, _error(place.field, rule, value, choice))
+    return list(errors.values())
+
+
+def without_effect(config: Sections) -> dict[str, str]:
+    """Return the settings that have no effect, each with a sentence that says why: a
+    setting by its key, and a value of a list as `NAME in KEY`.
+    """
+    sentences: dict[str, str] = {}
+    for place, value, chosen, rule in _found(config, WITHOUT_EFFECT):
+        if chosen:
+            for name in chosen:
+                what = f"{name} in {place.field}"
+                sentences.setdefault(what, f"{what} has no effect {rule}")
+        else:
+            text = f"{place.field} has no effect {rule}, got {_shown(value)}"
+            sentences.setdefault(place.field, text)
+    return sentences
+
+
+def _found(
+    config: Sections, table: Sequence[Conflict]
+) -> Iterator[tuple[Place, Any, list[str], str]]:
+    """Yield each changed setting to which a row of the table applies: its place, its
+    value, the values that the row names, and the words of the clause.
+    """
+    for row in table:
+        for key, values in row.choices.items():
             for place, value in _changed(config, key):
                 given = value if _is_list(value) else (value,)
                 chosen = [choice for choice in values if choice in given]
-                if values and not chosen:
-                    continue
-                if place.field not in errors and clause.applies(place):
-                    choice = chosen[0] if chosen else ""
-                    errors[place.field] = _error(place.field, clause.rule(place), value, choice)
-    return list(errors.values())
+                if (chosen or not values) and row.clause.applies(place):
+                    yield place, value, chosen, row.clause.rule(place)
 
 
 def _changed(config: Sections, key: str) -> Iterator[tuple[Place, Any]]:

@@ -1,5 +1,5 @@
 """The reference of all settings, read from the sections themselves: type, default,
-sentence, and when a setting must be left out.
+sentence, and when a setting must be left out or has no effect.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rollweave.schema.config.conflicts import CONFLICTS
+from rollweave.schema.config.conflicts import CONFLICTS, WITHOUT_EFFECT
 from rollweave.schema.config.loading import model_in
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
@@ -47,7 +47,7 @@ class Setting:
     default: str | None
     description: str
     conflicts: tuple[str, ...]
-    """Sentences that say when it must be left out."""
+    """Sentences that say when it must be left out, or has no effect."""
 
     @property
     def shown_default(self) -> str:
@@ -151,10 +151,14 @@ def _setting(
 
 
 def _left_out(key: str) -> Iterator[str]:
-    """Yield when a setting, or some of its values, must be left out."""
-    for choices, clause in (case for conflict in CONFLICTS for case in conflict.cases()):
-        if (values := choices.get(key)) is not None:
-            yield f"Leave {', '.join(values) or 'it'} out {clause.text}."
+    """Yield when a setting, or a value of it, must be left out or has no effect."""
+    for row in CONFLICTS:
+        if (values := row.choices.get(key)) is not None:
+            yield f"Leave {', '.join(values) or 'it'} out {row.clause.text}."
+    for row in WITHOUT_EFFECT:
+        if (values := row.choices.get(key)) is not None:
+            verb = "have" if len(values) > 1 else "has"
+            yield f"{', '.join(values) or 'It'} {verb} no effect {row.clause.text}."
 
 
 def _toml(value: Any) -> str:
