@@ -121,10 +121,16 @@ def sequence() -> TokenSequence:
     return TokenSequence(tokens=tokens, segments=tuple(segments), logprobs=(0.0,) * start)
 
 
-def teacher_of(server: FakeServer, *, dialect: str = "completions", **changes: Any) -> Teacher:
+def teacher_of(
+    server: FakeServer,
+    *,
+    dialect: str = "completions",
+    timeout_s: float | None = None,
+    **changes: Any,
+) -> Teacher:
     server.is_sglang = dialect == "sglang"
     config = TeacherConfig.model_validate({"url": server.url, **changes})
-    return Teacher(config, clock=asyncio.get_running_loop().time)
+    return Teacher(config, clock=asyncio.get_running_loop().time, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -186,8 +192,9 @@ async def test_a_teacher_that_never_answers_is_given_up_within_the_limit(
 
 async def test_a_teacher_that_is_not_there() -> None:
     teacher = Teacher(
-        TeacherConfig(url="http://127.0.0.1:9", timeout_s=0.2),
+        TeacherConfig(url="http://127.0.0.1:9"),
         clock=asyncio.get_running_loop().time,
+        timeout_s=0.2,
     )
     with pytest.raises(TeacherError, match=r"teacher http://127.0.0.1:9 gave no log-probs within"):
         await teacher.teach((sequence(),))

@@ -123,7 +123,8 @@ def test_a_teacher_that_is_lost_ends_attempts_and_then_the_run(
         url = stack.enter_context(served(model, token))
         monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
         config = taught(tmp_path, url, run={"steps": 1000}, rollout={"retries": 0})
-        teacher = {"url": url, "token_env": "TEACHER_TOKEN", "timeout_s": 1.0}
+        teacher = {"url": url, "token_env": "TEACHER_TOKEN"}
+        monkeypatch.setattr("rollweave.rollout.teacher.TEACHER_S", 1.0)
         config = RunConfig.model_validate({**config.model_dump(), "teacher": teacher})
         with living(config) as life:
             life.until(lambda core: core.state.trainer.step >= 1, "a step")

@@ -259,18 +259,6 @@ def test_publishing_names_the_version_and_stopping_removes_it(
         read_tensors(reply.manifest)
 
 
-def test_publishes_in_another_number_format(model_dir: Path, tmp_path: Path) -> None:
-    config = make_config()
-    half = config.model_copy(
-        update={"weights": config.weights.model_copy(update={"dtype": "bfloat16"})}
-    )
-    full, rounded = (
-        published(new_trainer(model_dir, tmp_path / "a")),
-        published(new_trainer(model_dir, tmp_path / "b", half)),
-    )
-    assert same({name: tensor.bfloat16() for name, tensor in full.items()}, rounded)
-
-
 def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     values = trained(trainer, make_batch(0, step=0, version=5))

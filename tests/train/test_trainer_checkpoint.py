@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.training import Publish, Published, Restore, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import Checkpoint, save
@@ -17,13 +16,6 @@ from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from tests.support.trainers import make_batch, make_config, make_model
 
 
-def configured(*, model: str, published: str | None) -> RunConfig:
-    data = make_config().model_dump()
-    return RunConfig.model_validate(
-        data | {"model": data["model"] | {"dtype": model}, "weights": {"dtype": published}}
-    )
-
-
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
     return {
         name: (tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -31,15 +23,11 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch
     }
 
 
-@pytest.mark.parametrize(
-    ("model", "published"),
-    [("float32", None), ("float32", "bfloat16"), ("bfloat16", None), ("bfloat16", "float32")],
-)
-def test_a_checkpoint_has_the_bits_that_were_published(
-    tmp_path: Path, model: str, published: str | None
-) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_has_the_bits_that_were_published(tmp_path: Path, dtype: str) -> None:
     """This includes the publication of a trainer restored from it."""
-    config, directory = configured(model=model, published=published), make_model(tmp_path / "m")
+    plain, directory = make_config(), make_model(tmp_path / "m")
+    config = plain.model_copy(update={"model": plain.model.model_copy(update={"dtype": dtype})})
     trainer = Trainer(config, directory, tmp_path / "run")
     assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
     first = trainer.handle(Publish(version=1, publication_id=7))
@@ -50,9 +38,7 @@ def test_a_checkpoint_has_the_bits_that_were_published(
     again = trainer.handle(Publish(version=1, publication_id=8, keep=(7,)))
     assert isinstance(again, Published)
     published_bits = bits(
-        read_trainer_checkpoint(
-            tmp_path / "c", step=1, dtype=getattr(torch, config.published_dtype)
-        )
+        read_trainer_checkpoint(tmp_path / "c", step=1, dtype=getattr(torch, config.model.dtype))
     )
     assert (
         published_bits == bits(read_tensors(first.manifest)) == bits(read_tensors(again.manifest))

@@ -55,7 +55,7 @@ def engine_needs(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
 def _server_needs(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Need]:
     """Return the needs of a server, and of copies of a version of the weights."""
     assert group.server is not None, "the group has servers"
-    kind, version = kind_of(group.server), shape.parameters() * NUMBER_BYTES[config.published_dtype]
+    kind, version = kind_of(group.server), shape.parameters() * NUMBER_BYTES[config.model.dtype]
     sizes = {
         kind.name: (SERVER_BYTES, "engines.count"),
         "merged weights": (version if config.lora is not None else 0, "model"),

@@ -24,6 +24,9 @@ from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.work import TokenSequence
 
+TEACHER_S = 120.0
+"""Maximum seconds for the log-probs of one trajectory, with all retries."""
+
 PROBED_TOKENS, PROBE_TOKENS = 512, 64
 """Number of tokens of the vocabulary that are compared, and that one request has."""
 
@@ -79,11 +82,17 @@ Scored = tuple[float, str | None]
 
 class Teacher:
     """The teacher that `config` describes. It starts within `start_s`; `clock` gives
-    the times of `wait`.
+    the times of `wait`. An answer may take `timeout_s` with all retries, `TEACHER_S` if
+    it is None.
     """
 
     def __init__(
-        self, config: TeacherConfig, *, clock: Callable[[], float], start_s: float = 0.0
+        self,
+        config: TeacherConfig,
+        *,
+        clock: Callable[[], float],
+        start_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> None:
         variable = config.token_env
         self._config, self._model = config, config.model
@@ -94,7 +103,7 @@ class Teacher:
             config.url,
             answer="log-probs",
             token=os.environ.get(variable, "") if variable is not None else "",
-            timeout_s=config.timeout_s,
+            timeout_s=TEACHER_S if timeout_s is None else timeout_s,
             start_s=start_s,
             clock=clock,
         )
@@ -260,10 +269,9 @@ def check_teacher(config: TeacherConfig, tokenizer: Tokenizer, *, limit_s: float
     """
     if config.token_env is not None and not os.environ.get(config.token_env):
         raise ConfigError(f"token_env must be set in the environment, got {config.token_env}")
-    brief = config.model_copy(update={"timeout_s": min(limit_s, config.timeout_s)})
 
     async def ask() -> int:
-        teacher = Teacher(brief, clock=time.monotonic)
+        teacher = Teacher(config, clock=time.monotonic, timeout_s=min(limit_s, TEACHER_S))
         try:
             return await teacher.check_vocabulary(tokenizer)
         finally:

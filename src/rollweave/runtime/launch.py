@@ -180,7 +180,7 @@ class _Start:
                 state=lambda: core.state,
                 progress=self._progress,
                 sinks=sinks,
-                max_gap=max_gap(config.model.dtype, config.published_dtype),
+                max_gap=max_gap(config.model.dtype),
             )
             stack.callback(metrics.close)
             self._announce(metrics, life)

@@ -68,7 +68,7 @@ class World(LiveWorld):
             keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
             reply_s=REPLY_S,
             relayed=config.weights.relays > 0 or config.cluster is not None,
-            checkpoint=functools.partial(_saved_weights, self._checkpoints, config.published_dtype),
+            checkpoint=functools.partial(_saved_weights, self._checkpoints, config.model.dtype),
         )
         tasks, post, clock = self.tasks, self.pump.post, life.clock.now
         self._trainer = TrainerSupervisor(

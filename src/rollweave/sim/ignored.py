@@ -31,7 +31,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "critic": ALL,
     "warmup": ALL,
     "workers": ("count", "pool"),
-    "weights": ("transport", "dtype"),
+    "weights": ("transport",),
     "eval": ("temperature", "stop_at"),
     "sandbox": ALL,
     "serve": ALL,

@@ -123,7 +123,7 @@ class Trainer:
         self._passes = Passes(
             self._model, self._ranks, micro_tokens=trainer.micro_tokens, device=device
         )
-        published: torch.dtype = getattr(torch, config.published_dtype)
+        published: torch.dtype = getattr(torch, config.model.dtype)
         self._publisher = WeightPublisher(
             self._model,
             self._ranks,

@@ -23,7 +23,7 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
 
 def published(config: RunConfig, shape: ModelShape) -> Need:
     """Return the need of the versions that are kept in a host's memory."""
-    each = trained_parameters(config, shape) * NUMBER_BYTES[config.published_dtype]
+    each = trained_parameters(config, shape) * NUMBER_BYTES[config.model.dtype]
     return Need(
         what="published weights", nbytes=PUBLICATIONS * each, on_device=False, setting="model"
     )

@@ -157,7 +157,7 @@ def test_what_must_be_set() -> None:
         ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
         (
             "weights.3=1",
-            "--set (and my.toml): unknown key weights.3 (weights has relays, transport, dtype); "
+            "--set (and my.toml): unknown key weights.3 (weights has relays, transport); "
             "see `rollweave config weights`",
         ),
     ],

@@ -172,11 +172,6 @@ class TeacherConfig(Section):
         None,
         description="Environment variable that holds the server's bearer token, if it has one.",
     )
-    timeout_s: Positive = Field(
-        120.0,
-        description="Maximum seconds for the log-probs of one trajectory, with all retries; then "
-        "the attempt fails as teacher_error.",
-    )
 
     @field_validator("url")
     @classmethod

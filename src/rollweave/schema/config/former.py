@@ -31,7 +31,9 @@ FORMER = {
     "tasks.algorithm.reward_weight": "algorithm.reward_weight, for all task domains",
     "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
     "teacher.dialect": "leave it out: the run asks the server whether it is SGLang",
+    "teacher.timeout_s": "leave it out: an answer of the teacher may take 120 s, with all retries",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",
+    "weights.dtype": "model.dtype",
     "workers.idle_s": "leave it out: a worker is kept for 60 s, or as long as a start takes",
 }
 """Key of a setting or a section → the setting that replaces it, or what to do."""

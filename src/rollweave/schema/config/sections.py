@@ -133,11 +133,6 @@ class Sections(Section):
         kind = "vllm" if self.head_dim == VLLM_HEAD_DIM else "embedded"
         return f"{kind} (a model from scratch with heads of {self.head_dim})"
 
-    @property
-    def published_dtype(self) -> str:
-        """The number format of published weights, as torch names it."""
-        return self.weights.dtype or self.model.dtype
-
     def strays_from(self, former: "Sections") -> list[str]:
         """Return the settings that a run started as `former` cannot continue with, one
         line per problem.

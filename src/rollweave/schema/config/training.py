@@ -95,9 +95,6 @@ class WeightsConfig(Section):
         "holds the weights for them (Laminar §4); 0: engines read the trainer's memory.",
     )
     transport: TransportName = Field("tcp", description="Transport of weights between relays.")
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Number format of published weights; model.dtype if unset."
-    )
 
 
 class EvalConfig(Section):
