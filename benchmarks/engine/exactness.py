@@ -15,7 +15,7 @@ import torch
 from benchmarks.contract import Figure
 from benchmarks.engine.harness import Harness
 from benchmarks.engine.models import ModelCase, prompt, requests_of
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     Abort,

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
+from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.thread import EngineThread
 from rollweave.io.child import child_of
 from rollweave.schema.errors import EngineError

@@ -24,7 +24,7 @@ from benchmarks.engine.conversations import TURNS, Conversations, Grid, staggere
 from benchmarks.engine.harness import Harness
 from benchmarks.harness import scratch_folder
 from benchmarks.runs import example
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file, writing
 from rollweave.schema.base import EngineId

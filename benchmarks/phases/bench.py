@@ -28,7 +28,7 @@ from benchmarks.scheduling.rollouts import (
     read_rollouts,
     read_samples,
 )
-from rollweave.engine.vllm.installed import vllm_version
+from rollweave.engine.servers.vllm import vllm_version
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel

@@ -5,7 +5,7 @@ takes the time of an H800, and all others that of an H20.
 import os
 
 from benchmarks.scheduling.paced_engine import StepPace, serve
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.schema.serving import EngineSpec
 
 COMPUTE, BANDWIDTH, MODEL = "h800", "h20", "qwen3-32b"

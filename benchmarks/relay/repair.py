@@ -23,8 +23,8 @@ from rollweave.schema.weights import (
     RelayAddress,
     WeightManifest,
 )
-from rollweave.weights.protocol import Raw, RawRanges, Request
 from rollweave.weights.tcp import transport_of
+from rollweave.weights.transport import Raw, RawRanges, Request
 
 Fault = Literal["killed", "hangs", "cut"]
 

@@ -46,7 +46,7 @@ from benchmarks.scheduling.variants import (
     SchedulingPlan,
     config,
 )
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.hosts import Programs
 

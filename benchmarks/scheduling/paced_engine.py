@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.engine.thread import EngineThread
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode

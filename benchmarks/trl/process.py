@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
-from rollweave.engine.servers.installed import installed_version
+from rollweave.engine.servers.process import installed_version
 from rollweave.io.child import log_tail, status_text
 from rollweave.schema.errors import ConfigError, RollweaveError
 

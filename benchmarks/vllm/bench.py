@@ -21,8 +21,8 @@ from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, to_ta
 from benchmarks.soak.lineage import versions_of
 from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds
 from benchmarks.vllm.phases import read_updates
-from rollweave.engine.servers.phases import PHASES
-from rollweave.engine.vllm.installed import vllm_version
+from rollweave.engine.servers.reports import PHASES
+from rollweave.engine.servers.vllm import vllm_version
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import JournalEntry
 from rollweave.record.journal_file import JournalReader

@@ -18,9 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.soak.run_under_test import source_path
 from benchmarks.vllm.phases import read_updates
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
-from rollweave.engine.servers.phases import PHASES
+from rollweave.engine.clients.client import EngineClient, in_process
+from rollweave.engine.servers.reports import PHASES
 from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (

@@ -15,7 +15,7 @@ from benchmarks.engine.profile import (
     longest_context,
     sample_of,
 )
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
 
 

@@ -37,7 +37,7 @@ from benchmarks.scheduling.variants import (
 )
 from rollweave.cli.bench import bench
 from rollweave.core.policy.scheduling import scheduling
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.envs.base import Split, Step
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c

@@ -20,7 +20,7 @@ from benchmarks.vllm.bench import (
     promises,
 )
 from benchmarks.vllm.exactness import Exactness, compare, median_seconds, span_errors
-from rollweave.engine.servers.phases import PHASES
+from rollweave.engine.servers.reports import PHASES
 from rollweave.record.report.data import TraceSpan, read_run
 from rollweave.record.summary import Summary
 from rollweave.record.trace import ENGINES

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.batching import StepWork
 from rollweave.engine.thread import EngineThread
 from rollweave.schema.serving import (
     Abort,

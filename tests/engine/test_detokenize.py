@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.engine.detokenize import StopStrings, load_tokenizer
+from rollweave.engine.request_state import StopStrings, load_tokenizer
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import FinishReason
 from tests.support.tiny_models import build, drive, request, save, spec

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
-from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
     EngineReply,

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.engine import constraint_process
+from rollweave.engine import constraints
 from rollweave.engine.constraints import FIRST_S, Matcher
-from rollweave.engine.grammar_check import BusyError, GrammarCheck
-from rollweave.engine.matchers import CANNOT, MaskReply, Matchers
+from rollweave.engine.matchers import CANNOT, BusyError, GrammarCheck, MaskReply, Matchers
 from rollweave.schema.serving import Constraint
 
 SLOW = "a?" * 16_000
@@ -109,13 +108,13 @@ def test_masks_of_one_text_have_a_bound_together(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_crash_says_that_memory_may_be_the_reason() -> None:
-    assert constraint_process._why(signal.SIGABRT) == (
+    assert constraints._why(signal.SIGABRT) == (
         f"{CANNOT}it takes too much memory (signal SIGABRT)"
     )
 
 
 async def test_a_check_is_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollweave.engine.grammar_check.MOST_CHECKS", 0)
+    monkeypatch.setattr("rollweave.engine.matchers.MOST_CHECKS", 0)
     check = GrammarCheck()
     with pytest.raises(BusyError, match="grammars that wait to be compiled must be at most 0"):
         await check.why_not(regex("a"))

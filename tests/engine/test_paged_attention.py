@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 from rollweave.engine.attention import Chunk, GatheredAttention
+from rollweave.engine.batching import Entry
 from rollweave.engine.kv import PagedPool
 from rollweave.engine.paged_attention import (
     CHECK_TOLERANCE,
@@ -20,7 +21,6 @@ from rollweave.engine.paged_attention import (
     obstacle,
     padded_rows,
 )
-from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 from tests.support.variants import mostly_slow
 

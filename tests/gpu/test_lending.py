@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from rollweave.engine.coserving.executor import CoServing
-from rollweave.engine.pages.base import PAGE_BYTES, PagePool
-from rollweave.engine.pages.drivers import driver_of
+from rollweave.engine.pages import PAGE_BYTES, PagePool, driver_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, LendSpec, Ready, Shutdown
 from tests.support.lending import WAIT_S, Borrower, Replies, asks

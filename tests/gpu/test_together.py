@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.client import EngineClient, in_thread
 from rollweave.engine.thread import EngineThread
 from rollweave.runtime.launch import train
 from rollweave.schema.base import EngineId

@@ -14,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.io.child import child_of
 from rollweave.record.turn_log import TurnAnswer, TurnTokens, context_digest
 from rollweave.rollout.driver import TurnResult

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollweave.engine import thread
 from rollweave.engine.core import EngineCore
-from rollweave.engine.detokenize import load_tokenizer
+from rollweave.engine.request_state import load_tokenizer
 from rollweave.runtime.entrypoints import engine
 from rollweave.schema.serving import GenerateRequest
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.io.child import Child, Spawn, spawn
 from rollweave.runtime.launch import train
 from rollweave.runtime.links.trainer import ProcessTrainer, TrainerSpec

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.transfer import REQUEST
 from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId

@@ -1,4 +1,4 @@
-"""The macro-step engine against the real planner: `engine/planner/batching` driven step
+"""The macro-step engine against the real planner: `engine/batching` driven step
 by step, with the same cost for each step.
 
 The reference has tokens, the engine only counts. Without shared prompts the two agree
@@ -17,8 +17,8 @@ from random import Random
 
 import pytest
 
-from rollweave.engine.planner.batching import Batcher, Entry
-from rollweave.engine.planner.blocks import BlockLedger
+from rollweave.engine.batching import Batcher, Entry
+from rollweave.engine.blocks import BlockLedger
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
 from tests.support.simulation import Linear

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.vllm_server import VARIABLE
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import MakeLoop, in_thread
+from rollweave.engine.clients.client import EngineClient, MakeLoop, in_thread
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.schema.weights import WeightManifest
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.embedded import start_engine
 from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId

@@ -9,8 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.client import EngineClient, in_thread
 from rollweave.engine.clients.server import EngineServer
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront

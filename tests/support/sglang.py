@@ -1,4 +1,4 @@
-"""An interpreter that has what `engine/sglang` expects of SGLang: a package whose
+"""An interpreter that has what `engine/servers` expects of SGLang: a package whose
 server is `tests/support/sglang_server.py`.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollweave.engine.servers.process import PLUGIN
-from rollweave.engine.sglang.installed import NEEDED
-from rollweave.engine.sglang.server import SPARE_TOKENS
+from rollweave.engine.servers.sglang import NEEDED, SPARE_TOKENS
 from rollweave.schema.serving import ServerSpec
 from tests.support.vllm_server import SECRET, running
 

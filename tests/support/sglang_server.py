@@ -1,5 +1,5 @@
 """A server with the arguments, routes, requests and answers of SGLang 0.5.23, as far as
-`engine/sglang` uses them, written from SGLang's source. It computes with the embedded
+`engine/servers` uses them, written from SGLang's source. It computes with the embedded
 engine.
 
 What SGLang's own components do is told apart, because it shows in the order of calls:

@@ -1,6 +1,6 @@
-"""A server with the routes, requests and answers of vLLM 0.32, as far as `engine/vllm`
-uses them, behind the plug-in of a server that a user has started (`LeasedGuard`). It
-computes with the embedded engine.
+"""A server with the routes, requests and answers of vLLM 0.32, as far as
+`engine/servers` uses them, behind the plug-in of a server that a user has started
+(`LeasedGuard`). It computes with the embedded engine.
 
 As a program, it serves until it is killed; `start_vllm_server` starts that.
 """
@@ -27,8 +27,8 @@ from aiohttp import web
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.servers.process import PLUGIN
-from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
-from rollweave.engine.vllm.server import TOKEN
+from rollweave.engine.servers.vllm import TOKEN
+from rollweave.engine.servers.vllm_control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (

@@ -24,11 +24,10 @@ from rollweave.schema.weights import (
     WeightPart,
 )
 from rollweave.weights.memory import Ranges, combined_digest, seal
-from rollweave.weights.protocol import Request
 from rollweave.weights.relay import Relay
 from rollweave.weights.serve import Broadcast, ServedVersion, serve_version
 from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import Channel, Transport
+from rollweave.weights.transport import Channel, Request, Transport
 
 KIB = 1 << 10
 

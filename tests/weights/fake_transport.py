@@ -7,8 +7,7 @@ import os
 from collections import deque
 
 from rollweave.schema.weights import RelayAddress
-from rollweave.weights.protocol import FetchError, Message
-from rollweave.weights.transport import Allocate, Body, Serve
+from rollweave.weights.transport import Allocate, Body, FetchError, Message, Serve
 
 AHEAD = 2
 """Maximum number of messages that wait in a channel."""

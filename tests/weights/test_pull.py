@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from rollweave.schema.weights import RelayAddress, WeightManifest
-from rollweave.weights.protocol import FetchError, Range, RawRanges, Request
-from rollweave.weights.pull import pull
+from rollweave.weights.serve import pull
 from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import Body, Channel
+from rollweave.weights.transport import Body, Channel, FetchError, Range, RawRanges, Request
 from tests.support.properties import examples
 from tests.support.weight_host import tapped, tensors_of, versions
 

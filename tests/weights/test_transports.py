@@ -16,9 +16,19 @@ import xxhash
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.weights import RelayAddress, VersionFetched
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.protocol import FetchError, KeepAlive, Message, Raw, Refused
 from rollweave.weights.tcp import MAX_CONNECTIONS, MAX_UNAUTHENTICATED, Tcp, transport_of
-from rollweave.weights.transport import Body, Channel, Listener, Serve, Transport
+from rollweave.weights.transport import (
+    Body,
+    Channel,
+    FetchError,
+    KeepAlive,
+    Listener,
+    Message,
+    Raw,
+    Refused,
+    Serve,
+    Transport,
+)
 from tests.support.weight_host import hosts, versions
 from tests.weights.fake_transport import FakeTransport
 

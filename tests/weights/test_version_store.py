@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from rollweave.schema.weights import TensorMeta, WeightManifest
 from rollweave.weights.memory import Ranges
-from rollweave.weights.protocol import FetchError
 from rollweave.weights.publication import read_tensors
+from rollweave.weights.transport import FetchError
 from rollweave.weights.version_store import (
     StoredVersion,
     VersionStore,

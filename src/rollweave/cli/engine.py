@@ -19,8 +19,7 @@ from rich.markup import escape
 
 from rollweave.cli.console import err, out
 from rollweave.cli.host import Joining, agent_for
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.child import child_of

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollweave.engine.batching import Entry
 from rollweave.engine.kv import DenseMirror, PagedPool
-from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 TILE_ROWS = 16

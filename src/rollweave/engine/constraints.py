@@ -1,28 +1,50 @@
 """Constrained decoding: the tokens that may continue a text which must be JSON of a
-schema, or match a regular expression. llguidance computes them.
+schema, or match a regular expression. llguidance computes them, in the process
+`python -m rollweave.engine.constraints`, which `engine/matchers.py` starts.
 
 The work that a grammar takes is not bounded by its size: a pattern of 40 kB can take
 half a minute and gigabytes before the first token, and another one as long at a later
-token. So grammars are compiled, and masks computed, in a process that can be ended
-(`engine/constraint_process`), which alone calls `grammar_of`, `check_grammar` and
-`Grammars`.
+token. So grammars are compiled, and masks computed, in a process that can be ended. It
+reads the tokenizer, which may take a second, and forks a worker that executes the
+commands one by one. The kernel ends a worker that exceeds the bounds on CPU time and
+memory; the process then says so in its place, and forks the next worker.
 
 Invariant: log-probs are not affected. A token's log-prob is that of the model's full
 distribution, as the trainer computes it, and not that of the distribution from which
 the constraint lets the engine sample (docs/ENGINES.md#constrained-turns).
 """
 
+import contextlib
+import gc
 import json
 import math
+import os
+import resource
+import signal
+import socket
+import sys
 import time
 from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
+from typing import NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from rollweave.engine.matchers import CANNOT
+from rollweave.engine.matchers import (
+    CANNOT,
+    MEMORY_BYTES,
+    NEXT_S,
+    BeginText,
+    ContinueText,
+    EndText,
+    MaskReply,
+    TextCommand,
+    Vocabulary,
+)
+from rollweave.io.boot import die_with
 from rollweave.io.tokenizer import read_tokenizer
+from rollweave.io.wire import LENGTH, decoder_of, encode, frame
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
@@ -234,3 +256,128 @@ def _in_one_line(error: str) -> str:
     lines = error.splitlines()
     reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
     return reason.removeprefix("error: ").partition("; either increase limits")[0]
+
+
+FED_S = 0.01
+"""CPU seconds for each token with which a text begins."""
+
+
+class Connection:
+    """The client's end of a socket: frames, read one at a time, so that a worker takes
+    no command that the next one should have.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+
+    def receive(self) -> bytes | None:
+        """Return the next payload; None at the end of the stream."""
+        head = self._read(LENGTH.size)
+        return None if head is None else self._read(LENGTH.unpack(head)[0])
+
+    def send(self, reply: MaskReply) -> None:
+        """Send a reply, which is dropped if the client has closed the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(b"".join(frame(encode(reply))))
+
+    def _read(self, count: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < count:
+            more = self._socket.recv(count - len(data))
+            if not more:
+                return None
+            data += more
+        return bytes(data)
+
+
+class Worker:
+    """The texts of one worker, by their ids. `begin_s` stands for `BEGIN_S`."""
+
+    def __init__(self, grammars: Grammars, *, begin_s: float) -> None:
+        self._grammars, self._begin_s = grammars, begin_s
+        self._texts: dict[str, Matcher] = {}
+
+    def reply(self, command: TextCommand) -> MaskReply:
+        """Execute a command, within its CPU time."""
+        limit_s = NEXT_S
+        if isinstance(command, BeginText):
+            limit_s = self._begin_s + FED_S * len(command.tokens)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        try:
+            return self._reply(command)
+        except (ValueError, MemoryError) as error:
+            self._texts.pop(command.id, None)
+            return MaskReply(error=str(error) or f"{CANNOT}it takes too much memory")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def _reply(self, command: TextCommand) -> MaskReply:
+        match command:
+            case BeginText(id=id, constraint=constraint, ends=ends, tokens=tokens):
+                text = self._texts[id] = self._grammars.matcher(constraint, ends=ends)
+                for token in tokens:
+                    text.feed(token)
+            case ContinueText(id=id, token=token):
+                text = self._texts[id]
+                text.feed(token)
+            case EndText(id=id):
+                self._texts.pop(id, None)
+                return MaskReply()
+        if text.is_complete:
+            return MaskReply(complete=True)
+        return MaskReply(mask=text.allowed())
+
+
+def main() -> None:
+    """Serve until the client closes the connection."""
+    gc.freeze()
+    gc.enable()
+    connection = Connection(int(sys.argv[1]))
+    payload = connection.receive()
+    if payload is None:
+        return
+    vocabulary: Vocabulary = decoder_of(Vocabulary)(payload)
+    checkpoint = Path(vocabulary.checkpoint) if vocabulary.checkpoint else None
+    try:
+        grammars = Grammars(checkpoint, vocab=vocabulary.size)
+    except EngineError as error:
+        connection.send(MaskReply(error=str(error)))
+        return
+    connection.send(MaskReply())
+    own = os.getpid()
+    while True:
+        child = os.fork()
+        if not child:
+            die_with(own)
+            _work(connection, Worker(grammars, begin_s=vocabulary.begin_s))
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            return
+        connection.send(MaskReply(lost=True, error=_why(os.WTERMSIG(status))))
+
+
+def _work(connection: Connection, worker: Worker) -> NoReturn:
+    """Execute commands until the client closes the connection."""
+    _bound_memory()
+    decode = decoder_of(TextCommand)
+    while (payload := connection.receive()) is not None:
+        connection.send(worker.reply(decode(payload)))
+    os._exit(0)
+
+
+def _bound_memory() -> None:
+    with contextlib.suppress(OSError, ValueError):  # only Linux tells its size
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _why(number: int) -> str:
+    if number == signal.SIGPROF:
+        return f"{CANNOT}it takes too much CPU time"
+    return f"{CANNOT}it takes too much memory (signal {signal.Signals(number).name})"
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

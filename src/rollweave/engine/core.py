@@ -22,15 +22,14 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
+from rollweave.engine.batching import Batcher, Entry, StepPlan, StepWork
+from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.constrained_texts import ConstrainedTexts
-from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
 from rollweave.engine.matchers import Matchers
 from rollweave.engine.measure import step_times
-from rollweave.engine.planner.batching import Batcher, Entry, StepPlan, StepWork
-from rollweave.engine.planner.blocks import BlockLedger
-from rollweave.engine.request_state import RequestState, validate
+from rollweave.engine.request_state import RequestState, StopStrings, load_tokenizer, validate
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging, read_beside

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 
 from rollweave.engine.attention import Chunk
+from rollweave.engine.batching import Entry
 from rollweave.engine.model import Batch, Decoder, DecoderWeights
 from rollweave.engine.paged_attention import CHECK_TOLERANCE, PagedAttention, padded_rows
-from rollweave.engine.planner.batching import Entry
 
 
 class Recorder(Protocol):

@@ -5,8 +5,7 @@ run.
 import asyncio
 from pathlib import Path
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.client import EngineClient, in_thread
 from rollweave.engine.thread import EngineThread
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec

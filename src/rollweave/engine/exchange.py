@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
+from rollweave.engine.blocks import BlockLedger, Key
 from rollweave.engine.kv import LAYOUT, PagedPool
-from rollweave.engine.planner.blocks import BlockLedger, Key
 from rollweave.engine.transfer import TRANSFER_S, Payload, Server, SideThread, fetch
 from rollweave.schema.errors import KvError
 from rollweave.schema.serving import (

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.engine.planner.batching import Entry
+from rollweave.engine.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 LAYOUT = "block/layer/token/key heads, value heads; rotary pairs interleaved"

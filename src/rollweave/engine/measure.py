@@ -11,8 +11,8 @@ step.
 import statistics
 import time
 
-from rollweave.engine.planner.batching import Batcher, Entry
-from rollweave.engine.planner.blocks import BlockLedger
+from rollweave.engine.batching import Batcher, Entry
+from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import pack, sample
 from rollweave.schema.events import StepTime

@@ -28,8 +28,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rollweave.engine.attention import Attention, Chunk, Plan, slots_of
+from rollweave.engine.batching import Entry
 from rollweave.engine.kv import PagedPool
-from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 QUERY_BLOCK = 64

@@ -1,5 +1,5 @@
-"""The state of one request between `Add` and its result: its sampled tokens, and the
-seconds that it waited and held a slot.
+"""The state of one request between `Add` and its result: its sampled tokens, the end of
+its text, and the seconds that it waited and held a slot.
 
 A request may resume a turn that another engine began; the tokens that the other engine
 sampled then count as sampled here.
@@ -9,18 +9,27 @@ measured on the step clock, which stands still while the engine is suspended. A 
 budget is time in a slot, so neither rank nor a change of weights ever costs a request
 its budget.
 
+Stop strings are detected by decoding only the end of a growing sequence of tokens. A
+token may hold part of a character, and a tokenizer may render a token differently after
+another one. New text is therefore the difference of two decodings that start at the
+same token, and an incomplete character (U+FFFD at the end) is held back until it is
+complete.
+
 `validate` refuses requests that the engine cannot compute or that would harm others.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
-from rollweave.engine.detokenize import StopStrings
-from rollweave.engine.planner.batching import Entry
+from rollweave.engine.batching import Entry
+from rollweave.io.tokenizer import missing_tokenizer, read_tokenizer
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import (
     FinishReason,
     GenerateRequest,
@@ -30,6 +39,57 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
+
+
+class Decoding(Protocol):
+    """The part of a tokenizer that this module needs."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Load the checkpoint's tokenizer.
+
+    Raises EngineError if it has none that can be used: stop strings cannot be served
+    without it.
+    """
+    try:
+        read = read_tokenizer(directory)
+    except ConfigError as error:
+        raise EngineError(f"sampling.stop needs a tokenizer: {error}") from error
+    if read is None:
+        raise EngineError(f"sampling.stop needs a tokenizer: {missing_tokenizer(directory)}")
+    return read.tokenizer
+
+
+class StopStrings:
+    """Scans the output of one request for stop strings. `feed` takes its tokens one by
+    one.
+    """
+
+    def __init__(self, tokenizer: Decoding, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(text for text in stop if text)
+        self._longest = max((len(text) for text in self._stop), default=0)
+        self._tokens: list[int] = []
+        self._from = 0
+        self._read = 0
+        self._tail = ""
+
+    def feed(self, token: int) -> bool:
+        """Return whether `token` completes a stop string in the text."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(
+            self._tokens[self._from : self._read], skip_special_tokens=False
+        )
+        after = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=False)
+        if len(after) <= len(before) or after.endswith("\ufffd"):
+            return False
+        text = self._tail + after[len(before) :]
+        self._from, self._read = self._read, len(self._tokens)
+        self._tail = text[max(0, len(text) - self._longest + 1) :] if self._longest > 1 else ""
+        return any(stop in text for stop in self._stop)
+
 
 MOST_STOPS: Final = 64
 """Maximum number of stop strings of a request, each of which is sought after every

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollweave.engine.adjustments import likeliest
 from rollweave.engine.attention import Attention, Chunk, GatheredAttention
+from rollweave.engine.batching import Entry, StepPlan
 from rollweave.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.engine.model import Batch, Decoder, DecoderWeights
 from rollweave.engine.paged_attention import CHECK_TOLERANCE, PagedAttention, obstacle
-from rollweave.engine.planner.batching import Entry, StepPlan
+from rollweave.engine.sampler import likeliest
 from rollweave.io.device import device_named, give_back_memory
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import EngineSpec, TokenChances

@@ -16,8 +16,8 @@ from typing import assert_never
 
 import torch
 
+from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore
-from rollweave.engine.planner.batching import StepWork
 from rollweave.io.device import device_named
 from rollweave.schema.serving import (
     Abort,

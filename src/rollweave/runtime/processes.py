@@ -10,9 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rollweave.core.policy.scheduling import scheduling
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.servers.attached import holder_name, server_token
 from rollweave.record.identity import run_id
 from rollweave.record.rundir import RunDir

@@ -99,7 +99,7 @@ class AbortTurn(TaggedStruct, frozen=True, kw_only=True):
 
 class RerankTurn(TaggedStruct, frozen=True, kw_only=True):
     """Change the rank of a turn on this engine, which preempts by rank
-    (engine/planner/batching). No answer is owed.
+    (engine/batching). No answer is owed.
     """
 
     trajectory_id: TrajectoryId

@@ -299,7 +299,7 @@ class KvManifest(Struct, frozen=True, kw_only=True):
     exported it under `id`.
 
     `key` is the key of the last block: a digest of all these tokens and the weights
-    (engine/planner/blocks.py). `layout` names the order of the payload's bytes, and
+    (engine/blocks.py). `layout` names the order of the payload's bytes, and
     `model` is a digest of everything else that the numbers depend on. `digests` are the
     xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks except the last. KV
     that servers move themselves has no digests, and its bytes are not counted.

@@ -1,6 +1,6 @@
 """Slots, KV blocks and prompt computation of a simulated engine, in counts.
 
-The rules are those of `engine/planner/batching`, restated for turns whose tokens are
+The rules are those of `engine/batching`, restated for turns whose tokens are
 only counted. The difference is growth: a decoding turn is not touched as it gains
 tokens. `clock` counts the engine's steps, a turn's length is its `base` plus the clock,
 a heap orders turns by their last token, and `_growing` counts the turns that need

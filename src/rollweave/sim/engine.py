@@ -1,7 +1,7 @@
 """A simulated engine that advances in macro-steps: its cost grows with events, not
 tokens.
 
-It follows the rules of `engine/planner/batching`: slots and KV by rank and arrival,
+It follows the rules of `engine/batching`: slots and KV by rank and arrival,
 chunked prefill beside all decodes, eviction of entire turns, prefixes kept for a later
 turn. Between two events the composition of a step is fixed, so a *run* of steps is
 planned at once: every decoding turn gains a token a step, a heap of last steps gives

@@ -1,7 +1,7 @@
 """KV blocks in use on a simulated engine and finished prefixes that can still be hit,
 in counts.
 
-This module stands in for `engine/planner/blocks`, whose keys are digests of real
+This module stands in for `engine/blocks`, whose keys are digests of real
 tokens. Here a prefix is known by name: a *segment* is a run of blocks that stores the
 start of one trajectory (its `key`) or the common prompt of a group (its `shared_key`).
 

@@ -20,7 +20,7 @@ import numpy as np
 from rollweave.io.extras import how_to_install
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, WireError
-from rollweave.weights.protocol import FailureReason, FetchError
+from rollweave.weights.transport import FailureReason, FetchError
 
 POLL_S = 0.0002
 """Seconds between two polls of a NIXL transfer, which has no blocking call: little

@@ -36,25 +36,29 @@ from rollweave.schema.weights import (
     WeightPart,
 )
 from rollweave.weights.memory import in_thread
-from rollweave.weights.protocol import (
-    Delta,
-    FetchError,
-    KeepAlive,
-    Message,
-    Range,
-    Raw,
-    Refused,
-    Request,
-)
-from rollweave.weights.pull import pull
 from rollweave.weights.serve import (
     Broadcast,
     DeltaPiece,
     ServedVersion,
     VersionDelta,
+    pull,
     serve_version,
 )
-from rollweave.weights.transport import Body, Channel, Listener, StallDetector, Transport
+from rollweave.weights.transport import (
+    Body,
+    Channel,
+    Delta,
+    FetchError,
+    KeepAlive,
+    Listener,
+    Message,
+    Range,
+    Raw,
+    Refused,
+    Request,
+    StallDetector,
+    Transport,
+)
 from rollweave.weights.version_store import (
     StoredVersion,
     VersionStore,

@@ -1,9 +1,16 @@
-"""Serving versions while they arrive: piece by piece, as raw bytes or as deltas.
+"""Both ends of a transfer between relays: serving versions while they arrive, piece by
+piece, as raw bytes or as deltas, and reading parts of a version as the parts become
+available at another relay.
 
-Invariants: a piece is sent only once it is present and its bytes can no longer change;
-a client that requests a missing piece waits, and receives keep-alives meanwhile; a
-withdrawn version ends in a refusal. One `ServedVersion` serves any number of clients at
-the same time, with and without a base. Everything here belongs to one event loop.
+Invariants of serving: a piece is sent only once it is present and its bytes can no
+longer change; a client that requests a missing piece waits, and receives keep-alives
+meanwhile; a withdrawn version ends in a refusal. One `ServedVersion` serves any number
+of clients at the same time, with and without a base. Everything here belongs to one
+event loop.
+
+Invariants of reading: no byte is received twice, and no byte that was not requested; a
+relay that sends anything else, or refuses, causes a FetchError. The bytes are not
+verified here: the caller compares the digest of the whole version.
 """
 
 import asyncio
@@ -15,21 +22,24 @@ from typing import NamedTuple
 
 import xxhash
 
-from rollweave.schema.weights import HEARTBEAT_S, WeightManifest
-from rollweave.weights.memory import READ_CHUNK
-from rollweave.weights.protocol import (
+from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, WeightManifest
+from rollweave.weights.memory import READ_CHUNK, Ranges
+from rollweave.weights.transport import (
     Base,
+    Body,
+    Channel,
     Delta,
     FetchError,
     KeepAlive,
+    Message,
     Range,
     Raw,
     RawRanges,
     Refused,
     Request,
+    Transport,
     within,
 )
-from rollweave.weights.transport import Body, Channel
 
 KEEPALIVE_S = HEARTBEAT_S
 """Seconds between two keep-alives to a client that is waiting."""
@@ -359,3 +369,79 @@ def checksum_of(fd: int, start: int, stop: int) -> int:
     for at in range(start, stop, READ_CHUNK):
         content.update(os.pread(fd, min(READ_CHUNK, stop - at), at))
     return content.intdigest()
+
+
+async def pull(
+    transport: Transport,
+    address: RelayAddress,
+    manifest: WeightManifest,
+    ranges: Sequence[Range],
+    into: Callable[[int, int], memoryview],
+    *,
+    on_piece: Callable[[int, int], None],
+    on_channel: Callable[[Channel], None] = lambda channel: None,
+) -> None:
+    """Read `ranges` of a version into memory from `into`.
+
+    `on_piece` is called with every range that was read, and `on_channel` once the relay
+    is connected. Raises FetchError.
+    """
+    channel = await transport.connect(address)
+    on_channel(channel)
+    together = memoryview(b"")
+
+    def allocate(message: Message, count: int) -> memoryview:
+        nonlocal together
+        if isinstance(message, RawRanges) and count == _check_ranges(message.ranges, missing):
+            together = memoryview(bytearray(count))
+            return together[:]
+        if (
+            not isinstance(message, Raw)
+            or count != message.stop - message.start
+            or missing.missing(message.start, message.stop)
+        ):
+            raise FetchError("broken", f"{count} bytes do not fit {message}")
+        return into(message.start, message.stop)
+
+    missing = Ranges()
+    for part in ranges:
+        missing.add(*part)
+    try:
+        await channel.send(
+            Request(
+                publication_id=manifest.publication_id,
+                digest=manifest.digest,
+                nbytes=manifest.nbytes,
+                ranges=tuple(part for part in ranges if part[0] < part[1]),
+            )
+        )
+        while list(missing):
+            message, _ = await channel.receive(allocate)
+            if isinstance(message, Refused):
+                raise FetchError(message.reason, f"the relay refused: {message.error}")
+            if isinstance(message, Raw):
+                missing.remove(message.start, message.stop)
+                on_piece(message.start, message.stop)
+            elif isinstance(message, RawRanges):
+                at = 0
+                for low, high in message.ranges:
+                    into(low, high)[:] = together[at : at + high - low]
+                    missing.remove(low, high)
+                    on_piece(low, high)
+                    at += high - low
+    finally:
+        channel.close()
+
+
+def _check_ranges(ranges: Sequence[Range], missing: Ranges) -> int:
+    """Return the number of bytes in the ranges of one message. Raises FetchError
+    (broken) if the ranges are not in order, or are not or no longer wanted.
+    """
+    end = 0
+    for start, stop in ranges:
+        if not end <= start < stop or missing.missing(start, stop):
+            raise FetchError(
+                "broken", f"bytes {start} to {stop} are not wanted, or were sent twice"
+            )
+        end = stop
+    return sum(stop - start for start, stop in ranges)

@@ -20,8 +20,16 @@ from rollweave.io.wire import encode
 from rollweave.schema.errors import WireError
 from rollweave.schema.weights import RelayAddress, TransportName
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.protocol import FetchError, Message, decode_message
-from rollweave.weights.transport import Allocate, Body, Carrier, Serve, Transport
+from rollweave.weights.transport import (
+    Allocate,
+    Body,
+    Carrier,
+    FetchError,
+    Message,
+    Serve,
+    Transport,
+    decode_message,
+)
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds without a byte after which a peer counts as gone.

@@ -1,20 +1,110 @@
-"""Channels between hosts: the interface of transports, which transfer bytes for relays.
+"""Channels between hosts: the messages that relays exchange, the reasons why a fetch
+fails, and the interface of transports, which transfer bytes for relays.
 
-A channel carries messages (`weights/protocol.py`), some with a body of weights.
-Invariants of every transport: a client presents the secret first and learns nothing
-without it; `receive` returns exactly the bits that were sent, or raises FetchError
-(broken), and after any error a channel sends nothing more; every wait ends, because a
-silent peer counts as gone (FetchError, source).
+A channel carries messages, some with a body of weights. Invariants of every transport:
+a client presents the secret first and learns nothing without it; `receive` returns
+exactly the bits that were sent, or raises FetchError (broken), and after any error a
+channel sends nothing more; every wait ends, because a silent peer counts as gone
+(FetchError, source).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Collection
+from typing import Literal, NamedTuple, Protocol
 
 import xxhash
 
+from rollweave.io.wire import decoder_of
+from rollweave.schema.base import TaggedStruct
+from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import HEARTBEAT_S, RelayAddress
-from rollweave.weights.protocol import Message
+
+FailureReason = Literal["source", "base", "broken", "room"]
+"""See `schema/weights.VersionFailed`."""
+
+Range = tuple[int, int]
+"""Bytes `[start, stop)` of a payload."""
+
+
+class FetchError(WeightsError):
+    """A version, or a part of it, could not be fetched; the caller's versions are
+    unaffected.
+    """
+
+    def __init__(self, reason: FailureReason, error: str) -> None:
+        super().__init__(error)
+        self.reason: FailureReason = reason
+
+
+class Base(TaggedStruct, frozen=True, kw_only=True):
+    """The version that a delta is made from. The digest is part of its identity,
+    because two trainers may have used one id.
+    """
+
+    publication_id: int
+    digest: str
+
+
+class Request(TaggedStruct, frozen=True, kw_only=True):
+    """Request `ranges` of a version from a relay, in order, as they become available.
+
+    With `base`, pieces may come as deltas against that version; without it, or where
+    there is no delta, they come as raw bytes.
+    """
+
+    publication_id: int
+    digest: str
+    nbytes: int
+    ranges: tuple[Range, ...]
+    base: Base | None = None
+
+
+class Raw(TaggedStruct, frozen=True, kw_only=True):
+    """The body is bytes `[start, stop)` of the payload."""
+
+    start: int
+    stop: int
+
+
+class RawRanges(TaggedStruct, frozen=True, kw_only=True):
+    """Several `ranges` of the payload, whose bytes follow each other in the body.
+
+    Each range is too short to be worth its own message.
+    """
+
+    ranges: tuple[Range, ...]
+
+
+class Delta(TaggedStruct, frozen=True, kw_only=True):
+    """The body is bytes `[start, stop)` of the payload as blocks of weights/delta,
+    which have `sizes` bytes.
+    """
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+
+
+class KeepAlive(TaggedStruct, frozen=True, kw_only=True):
+    """There is nothing to send yet."""
+
+
+class Refused(TaggedStruct, frozen=True, kw_only=True):
+    """The request has failed. This is the last message of its sender."""
+
+    reason: FailureReason
+    error: str
+
+
+Message = Request | Raw | RawRanges | Delta | KeepAlive | Refused
+
+decode_message = decoder_of(Message)
+
+
+def within(ranges: Collection[Range], nbytes: int) -> bool:
+    """Return whether `ranges` are bytes of a payload of `nbytes`."""
+    return all(0 <= start < stop <= nbytes for start, stop in ranges)
+
 
 Allocate = Callable[[Message, int], memoryview]
 """Called with a message and the number of bytes of its body; returns memory for the

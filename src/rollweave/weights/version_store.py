@@ -32,7 +32,7 @@ from rollweave.weights.memory import (
     is_sealed,
     seal,
 )
-from rollweave.weights.protocol import Base, FetchError
+from rollweave.weights.transport import Base, FetchError
 
 SPARE_BYTES = 64 << 20
 """Bytes of memory that the host must have left after allocating a new version: the

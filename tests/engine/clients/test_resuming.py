@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.resuming import merged_result, remaining_request, unextended_result
+from rollweave.engine.clients.streams import merged_result, remaining_request, unextended_result
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     FinishReason,

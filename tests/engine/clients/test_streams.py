@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.engine.clients.streams import Part, StreamedAnswer
+from rollweave.engine.servers.sglang import OwnSglang
 from rollweave.engine.servers.versions import OwnDialect
-from rollweave.engine.sglang.versions import OwnSglang
-from rollweave.engine.vllm.control import ABORT
-from rollweave.engine.vllm.versions import OwnVllm
+from rollweave.engine.servers.vllm import OwnVllm
+from rollweave.engine.servers.vllm_control import ABORT
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import (
     Constraint,

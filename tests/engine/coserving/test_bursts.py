@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.coserve.load import with_burst
 from rollweave.core.policy.admission import Admission, Curve, Profile, Slo
+from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.serving_load import ServingLoad
-from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.traffic import Arrival
 
 PROMPTS = Curve(((16, 0.0084), (32, 0.012), (64, 0.0175), (128, 0.035), (256, 0.056), (512, 0.109)))

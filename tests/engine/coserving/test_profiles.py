@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rollweave.core.policy.admission import Curve
-from rollweave.engine.coserving.profiles import STEPS, measure_curve, measure_profile
+from rollweave.engine.coserving.tenant import STEPS, measure_curve, measure_profile
 from rollweave.engine.runner import Runner
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec

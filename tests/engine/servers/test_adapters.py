@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollweave.engine.servers.adapters import AdapterMerger
-from rollweave.engine.servers.published import published
+from rollweave.engine.servers.published import AdapterMerger, published
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import LoadCheckpoint

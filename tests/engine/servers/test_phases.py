@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vllm.phases import read_updates
-from rollweave.engine.servers.phases import PHASES, UpdateTimes
+from rollweave.engine.servers.reports import PHASES, UpdateTimes
 
 
 def test_an_update_is_read_from_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

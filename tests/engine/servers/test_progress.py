@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollweave.engine.servers.progress import ProgressReports
+from rollweave.engine.servers.reports import ProgressReports
 from rollweave.schema.serving import Progress, TokenDelta, VersionSpan
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rollweave.engine.servers.attached import About, check_servers, objection
-from rollweave.engine.sglang.kind import SglangKind
+from rollweave.engine.servers.sglang import SglangKind
 from rollweave.schema.errors import ConfigError, EngineLostError
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from tests.support.server_engines import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollweave.engine.sglang.checkpoint import checkpoint_of
+from rollweave.engine.servers.sglang_control import checkpoint_of
 from rollweave.schema.errors import WeightsError
 from rollweave.weights.checkpoint import read_shape, read_tensors_of
 from rollweave.weights.publication import Publication, publish

@@ -7,8 +7,7 @@ import pytest
 from aiohttp import web
 
 from rollweave.engine.servers.control import ControlError
-from rollweave.engine.sglang.checkpoint import CheckpointMemory
-from rollweave.engine.sglang.control import ROUTES, SglangControl
+from rollweave.engine.servers.sglang_control import ROUTES, CheckpointMemory, SglangControl
 from tests.support.engines import manifest
 
 

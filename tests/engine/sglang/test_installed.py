@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.engine.sglang.installed import sglang_version
+from rollweave.engine.servers.sglang import sglang_version
 from rollweave.schema.errors import ConfigError
 from tests.support.sglang import sglang_python
 
@@ -49,7 +49,7 @@ def test_an_interpreter_that_fails_is_refused_with_its_reason(
 def test_an_interpreter_that_hangs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.engine.servers.installed.LIMIT_S", 0.1)
+    monkeypatch.setattr("rollweave.engine.servers.process.LIMIT_S", 0.1)
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 100\n")
     program.chmod(0o755)

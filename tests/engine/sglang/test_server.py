@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollweave.engine.servers.plugin import sglang_launcher as launcher
 from rollweave.engine.servers.process import settings_of
-from rollweave.engine.sglang import launcher
-from rollweave.engine.sglang.server import TOKEN, arguments, environment
+from rollweave.engine.servers.sglang import TOKEN, arguments, environment
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.weights.checkpoint import read_shape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollweave.engine.clients.responses import ResponseError
-from rollweave.engine.sglang.versions import OwnSglang
+from rollweave.engine.servers.sglang import OwnSglang
 from rollweave.schema.serving import GenerateRequest, Sampling, VersionSpan
 
 

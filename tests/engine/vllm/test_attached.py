@@ -18,8 +18,8 @@ from aiohttp import web
 from rollweave.engine.servers import attached
 from rollweave.engine.servers.attached import About, attach, check_servers, objection, server_token
 from rollweave.engine.servers.process import PLUGIN
-from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
-from rollweave.engine.vllm.kind import VllmKind
+from rollweave.engine.servers.vllm import VllmKind
+from rollweave.engine.servers.vllm_control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError
 from rollweave.schema.serving import EngineSpec, ServerSpec
@@ -278,7 +278,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import rollweave_vllm_leases
 
     yield rollweave_vllm_leases
-    names = ("rollweave_vllm_leases", "rollweave_vllm", "rollweave_vllm_spans", "rollweave_leases")
+    names = ("rollweave_vllm_leases", "rollweave_vllm", "rollweave_leases")
     for name in names:
         sys.modules.pop(name)
 
@@ -356,19 +356,19 @@ def test_vllm_is_made_to_name_versions_in_each_part(
         def _weight_version_spans(self) -> list[str]:
             return ["so far"]
 
-    spans = plugin.rollweave_vllm_spans
-    spans.register()  # there is no vLLM here
+    register_spans = plugin.register_spans
+    register_spans()  # there is no vLLM here
     module = SimpleNamespace(RequestState=RequestState)
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.output_processor", module)
     for part in ("vllm", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[]))
-    spans.register()
+    register_spans()
     patched = RequestState._new_completion_output
-    spans.register()
+    register_spans()
     assert RequestState._new_completion_output is patched
     state = RequestState()
     assert state._new_completion_output(None).weight_versions == ["so far"]
     assert state._new_completion_output(["all"]).weight_versions == ["all"]
     del RequestState._weight_version_spans, RequestState._new_completion_output
-    spans.register()
+    register_spans()
     assert not hasattr(RequestState, "_new_completion_output")

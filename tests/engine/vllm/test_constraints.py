@@ -12,10 +12,10 @@ import torch
 from llguidance import LLMatcher
 
 from rollweave.engine.clients.dialects import Vllm
-from rollweave.engine.clients.resuming import remaining_request
+from rollweave.engine.clients.streams import remaining_request
 from rollweave.engine.matchers import lark_of
 from rollweave.engine.servers.process import PLUGIN
-from rollweave.engine.vllm.versions import OwnVllm
+from rollweave.engine.servers.vllm import OwnVllm
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     Constraint,

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from rollweave.engine.servers.control import ControlError, RefusedError
-from rollweave.engine.vllm.control import ROUTES, VllmControl
+from rollweave.engine.servers.vllm_control import ROUTES, VllmControl
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

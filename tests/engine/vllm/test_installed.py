@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.engine.vllm.control import ABORT, GENERATE, ROUTES
-from rollweave.engine.vllm.installed import NEEDED_TO_MOVE_KV, vllm_version
+from rollweave.engine.servers.vllm import NEEDED_TO_MOVE_KV, vllm_version
+from rollweave.engine.servers.vllm_control import ABORT, GENERATE, ROUTES
 from rollweave.schema.errors import ConfigError
 
 

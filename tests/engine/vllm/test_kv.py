@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from rollweave.engine.servers.process import PLUGIN
-from rollweave.engine.vllm.control import ABORT, GENERATE
-from rollweave.engine.vllm.kv import GRANULE, RELEASE, RPC, NixlKv
+from rollweave.engine.servers.vllm_control import ABORT, GENERATE
+from rollweave.engine.servers.vllm_kv import GRANULE, RELEASE, RPC, NixlKv
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import KvError
 from rollweave.schema.serving import EngineSpec, KvHeld, KvManifest, ServerSpec
@@ -178,7 +178,7 @@ async def test_a_request_that_fails_moves_nothing(server: tuple[FakeServer, Nixl
 async def test_a_pause_aborts_what_does_not_end(
     server: tuple[FakeServer, NixlKv], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.engine.vllm.kv.SETTLE_S", 0.05)
+    monkeypatch.setattr("rollweave.engine.servers.vllm_kv.SETTLE_S", 0.05)
     fake, kv = server
     manifest = await kv.export("kv0", CONTEXT)
     kv.release("kv0")
@@ -205,7 +205,7 @@ async def test_a_pause_aborts_what_does_not_end(
 async def test_a_pause_ends_all_leases_after_the_readers_have_answered(
     server: tuple[FakeServer, NixlKv], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.engine.vllm.kv.SETTLE_S", 0.01)
+    monkeypatch.setattr("rollweave.engine.servers.vllm_kv.SETTLE_S", 0.01)
     fake, kv = server
     await kv.pause()
     assert not fake.calls, "there is nothing to release"
@@ -227,7 +227,7 @@ async def test_an_abandoned_export_keeps_its_lease(
     server: tuple[FakeServer, NixlKv], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing releases it, since its reader may still read: the lease ends itself."""
-    monkeypatch.setattr("rollweave.engine.vllm.kv.LEASE_S", 0.3)
+    monkeypatch.setattr("rollweave.engine.servers.vllm_kv.LEASE_S", 0.3)
     fake, kv = server
     await kv.export("kv0", CONTEXT)
     began = time.monotonic()
@@ -240,7 +240,7 @@ async def test_an_import_without_an_answer_lasts_until_its_kv_is_useless(
     server: tuple[FakeServer, NixlKv], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its KV might be released and replaced while the server reads it."""
-    monkeypatch.setattr("rollweave.engine.vllm.kv.LEASE_S", 1.5)
+    monkeypatch.setattr("rollweave.engine.servers.vllm_kv.LEASE_S", 1.5)
     fake, kv = server
     manifest = await kv.export("kv0", CONTEXT)
     kv._calls._limit_s = 0.1
@@ -278,7 +278,7 @@ class Connector:
 def test_an_export_names_the_end_of_its_lease_and_a_late_import_fails() -> None:
     sys.path.insert(0, str(PLUGIN))
     try:
-        import rollweave_vllm_kv as plugin
+        import rollweave_vllm as plugin
     finally:
         sys.path.remove(str(PLUGIN))
     for _ in range(2):  # vLLM registers plug-ins several times

@@ -19,8 +19,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.engine.vllm_server import START_S, VARIABLE
 from rollweave.engine.servers.control import RefusedError
 from rollweave.engine.servers.process import PLUGIN, inherited
-from rollweave.engine.vllm.control import VllmControl
-from rollweave.engine.vllm.server import TOKEN, VllmServer
+from rollweave.engine.servers.vllm import TOKEN, VllmServer
+from rollweave.engine.servers.vllm_control import VllmControl
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import (
     FinishReason,

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollweave.engine.vllm.kv import LEASE_S
+from rollweave.engine.servers.vllm_kv import LEASE_S
 from rollweave.schema.errors import KvError
 from rollweave.schema.serving import GenerateResult
 from tests.support.engines import needs_vllm, vllm_spec

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rollweave.engine.servers.process import PLUGIN, first_error, settings_of
-from rollweave.engine.vllm.server import TOKEN, arguments, environment
+from rollweave.engine.servers.vllm import TOKEN, arguments, environment
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.weights.checkpoint import read_shape
@@ -89,11 +89,10 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
         "rollweave_sglang",
         "rollweave_vllm",
         "rollweave_vllm_constraints",
-        "rollweave_vllm_kv",
         "rollweave_vllm_leases",
         "rollweave_vllm_routes",
-        "rollweave_vllm_spans",
         "rollweave_vllm_weights",
+        "sglang_launcher",
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.engine.servers.versions import MAX_SENT
-from rollweave.engine.vllm.versions import OwnVllm
+from rollweave.engine.servers.vllm import OwnVllm
 from rollweave.schema.serving import GenerateRequest, Sampling, VersionSpan
 from rollweave.schema.work import Routes
 

@@ -29,8 +29,8 @@ from rollweave.schema.weights import (
     VersionFetched,
     WeightManifest,
 )
-from rollweave.weights.protocol import KeepAlive, Raw, Request
 from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import KeepAlive, Raw, Request
 from tests.support.weight_host import KIB, Memory, tapped, versions
 
 ROOT = Path(__file__).parents[3]

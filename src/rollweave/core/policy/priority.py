@@ -1,7 +1,7 @@
 """The rank of a turn: turns of higher rank run first, in the core's queue and in an
 engine's batch; turns of equal rank run in the order of arrival.
 
-The core sends ranks; the engine preempts by them (`engine/planner/batching`), and a
+The core sends ranks; the engine preempts by them (`engine/batching`), and a
 preempted request keeps its KV while the blocks last. Two mechanisms keep ranks from
 doing harm. Hysteresis: a predicted length becomes a coarse level that is left only well
 beyond its bounds, and equals never preempt each other, so near-equal trajectories do

@@ -1,16 +1,24 @@
-"""An engine behind a link, with all protocols of `base`: matches replies to calls.
+"""An engine behind a link, with all protocols of `base`, and the links: to a process,
+on this host or another, whose messages are frames over the connection that
+`io/child.Spawn` opens; and to a thread of this process, for debugging and for tests,
+which shares the interpreter and cannot be killed by force.
 
-Invariant: a waiter is either in exactly one of the tables here or done; the loss of the
-engine empties all tables.
+Invariant: a waiter is either in exactly one of the tables of `EngineClient` or done;
+the loss of the engine empties all tables.
 """
 
 import asyncio
+import contextlib
 import itertools
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, assert_never
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, assert_never
 
 from rollweave.engine.clients.base import EngineLink, OnTokens, duplicate_id, fail, resolve
+from rollweave.io.child import Spawn
+from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
@@ -18,8 +26,10 @@ from rollweave.schema.serving import (
     Add,
     Beat,
     Beating,
+    EngineCommand,
     EngineFatal,
     EngineReply,
+    EngineSpec,
     EngineStats,
     ExportKv,
     FinishReason,
@@ -285,3 +295,143 @@ class EngineClient:
         self._on_tokens.clear()
         self._waiting.clear()
         self._kv_waiters.clear()
+
+
+JOIN_S = 5.0
+"""Maximum seconds that the thread gets to finish its current step."""
+
+
+class LoopLike(Protocol):
+    """An engine on a thread (`engine/thread`)."""
+
+    def post(self, command: EngineCommand) -> None:
+        """Queue a command, from any thread."""
+
+    def run(self) -> None:
+        """Serve until `Shutdown`, on the calling thread."""
+
+
+MakeLoop = Callable[[EngineSpec, Callable[[EngineReply], None]], LoopLike]
+
+
+class ThreadLink:
+    """`EngineLink` to a loop on a daemon thread.
+
+    After `kill` its replies are ignored, even while it still computes.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        make_loop: MakeLoop,
+        model_ready: asyncio.Future[None],
+        on_reply: Callable[[EngineReply], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_reply, self._on_lost = on_reply, on_lost
+        self._killed = False
+        self._engine = make_loop(spec, self._from_thread)
+        self._thread = threading.Thread(target=self._main, name=f"engine-{spec.id}", daemon=True)
+        model_ready.add_done_callback(self._start)
+
+    def send(self, command: EngineCommand) -> None:
+        if not self._killed:
+            self._engine.post(command)
+
+    def kill(self) -> None:
+        if not self._killed:
+            self._killed = True
+            self._engine.post(Shutdown())
+            self._loop.call_soon(self._on_lost, "killed")
+
+    async def wait_closed(self) -> None:
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, JOIN_S)
+
+    def _start(self, _: asyncio.Future[None]) -> None:
+        if not self._killed:
+            self._thread.start()
+
+    def _main(self) -> None:
+        reason = "ended"
+        try:
+            self._engine.run()
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._call(self._on_lost, reason)
+
+    def _from_thread(self, reply: EngineReply) -> None:
+        self._call(self._deliver, reply)
+
+    def _deliver(self, reply: EngineReply) -> None:
+        if not self._killed:
+            self._on_reply(reply)
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(function, argument)
+
+
+def in_thread(
+    spec: EngineSpec, make_loop: MakeLoop, *, model_ready: asyncio.Future[None]
+) -> OpenLink:
+    """Return how `EngineClient` starts an engine in a thread of this process, once
+    `model_ready` is done.
+    """
+    return lambda on_reply, on_lost: ThreadLink(spec, make_loop, model_ready, on_reply, on_lost)
+
+
+_decode = decoder_of(EngineReply)
+
+
+class ProcessLink:
+    """`EngineLink` to a process, which receives an `EngineSpec` as its first frame."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        spawn: Spawn,
+        log: Path,
+        model_ready: asyncio.Future[None],
+        on_reply: Callable[[EngineReply], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._on_reply = on_reply
+        self._child = spawn(name=spec.id, log=log, on_frame=self._on_frame, on_gone=on_lost)
+        model_ready.add_done_callback(lambda _: self._child.send(encode(spec)))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def send(self, command: EngineCommand) -> None:
+        self._child.send(encode(command))
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    async def wait_closed(self) -> None:
+        await self._child.gone()
+
+    def _on_frame(self, payload: bytes) -> None:
+        self._on_reply(_decode(payload))
+
+
+def in_process(
+    spec: EngineSpec, *, spawn: Spawn, log: Path, model_ready: asyncio.Future[None]
+) -> OpenLink:
+    """Return how `EngineClient` starts an engine as a process.
+
+    The process starts at once and takes seconds to import its modules; it loads its
+    model once `model_ready` is done.
+    """
+    return lambda on_reply, on_lost: ProcessLink(
+        spec,
+        spawn=spawn,
+        log=log,
+        model_ready=model_ready,
+        on_reply=on_reply,
+        on_lost=on_lost,
+    )

@@ -26,13 +26,14 @@ from rollweave.engine.clients.probe import (
     probes,
 )
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.engine.clients.resuming import (
+from rollweave.engine.clients.streams import (
+    StreamedAnswer,
+    StreamingDialect,
     merged_result,
     moved_delta,
     remaining_request,
     unextended_result,
 )
-from rollweave.engine.clients.streams import StreamedAnswer, StreamingDialect
 from rollweave.engine.clients.transport import (
     BODY_S,
     SILENCE_S,
@@ -41,8 +42,7 @@ from rollweave.engine.clients.transport import (
     StatusError,
     Transport,
 )
-from rollweave.engine.grammar_check import GrammarCheck
-from rollweave.engine.matchers import CANNOT
+from rollweave.engine.matchers import CANNOT, GrammarCheck
 from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError

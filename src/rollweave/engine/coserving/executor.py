@@ -31,16 +31,19 @@ from rollweave.core.policy.admission import (
     stalled,
 )
 from rollweave.core.policy.kv_budget import KvBudget
+from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.lending import LendingSocket
-from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
-from rollweave.engine.coserving.profiles import measure_profile
+from rollweave.engine.coserving.memory import (
+    LEASES_S,
+    MappedPool,
+    ModelMemory,
+    SharedPages,
+    group_size,
+)
 from rollweave.engine.coserving.serving_load import FIRST_PROMPT, ServingLoad
-from rollweave.engine.coserving.sharing import LEASES_S, SharedPages
-from rollweave.engine.coserving.tenant import Measuring, Tenant
-from rollweave.engine.pages.base import PagePool
-from rollweave.engine.pages.drivers import driver_of
-from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.coserving.tenant import Measuring, Tenant, measure_profile
+from rollweave.engine.pages import PagePool, driver_of
 from rollweave.engine.thread import Activity, Mailbox
 from rollweave.io.device import device_named
 from rollweave.io.machine import computed_dtype

@@ -13,8 +13,8 @@ from rollweave.core.policy.admission import (
     QueuedPrefill,
     StepKind,
 )
+from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore
-from rollweave.engine.planner.batching import StepWork
 
 ARRIVAL_S = 60.0
 """Seconds after which a posted request is live or has ended, since it waits for one

@@ -1,3 +1,4 @@
-"""Engines whose tokens come from an inference server that the run starts or leases:
-what all kinds of servers share. `engine/vllm` and `engine/sglang` have what differs.
+"""Engines whose tokens come from an inference server that the run starts or leases.
+What differs between servers is in `vllm` and `sglang`, and in the modules whose names
+begin so.
 """

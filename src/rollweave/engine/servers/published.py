@@ -1,4 +1,6 @@
-"""Published weights on their way into an inference server."""
+"""Published weights on their way into an inference server, to which the process of the
+engine first adds those of the model if the trainer publishes adapters.
+"""
 
 import mmap
 import os
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
+from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_tensors_of
 from rollweave.weights.memory import read_version
 
@@ -92,3 +95,44 @@ def published(command: LoadCheckpoint) -> AbstractContextManager[Publication]:
         publication_id=command.publication_id,
         directory=directory / "published",
     )
+
+
+class AdapterMerger:
+    """Adds adapters to the weights of a model. Torch, which takes seconds, is imported
+    with the first version.
+    """
+
+    def __init__(self, model: Path, shape: ModelShape, *, scale: float) -> None:
+        self._model, self._shape, self._scale = model, shape, scale
+        self._base: AdapterBase | None = None
+
+    def merged(self, manifest: WeightManifest, folder: Path) -> AbstractContextManager[Publication]:
+        """Publish the weights of a version of adapters from this process, those that
+        they change in their number format. Raises WeightsError.
+        """
+        import torch
+
+        from rollweave.weights.publication import lay_out, publish_each, read_tensors
+
+        adapters, base = read_tensors(manifest), self._base or self._read_base()
+        base.check(adapters)
+        formats = base.formats(adapters)
+        sizes = self._shape.tensors()
+        metas = lay_out((name, formats[name], sizes[name]) for name in sizes)
+        weights = base.with_adapters(adapters, torch.device("cpu"))
+        return publish_each(
+            metas,
+            (tensor.to(formats[name]) for name, tensor in weights),
+            version=manifest.version,
+            publication_id=manifest.publication_id,
+            directory=folder,
+        )
+
+    def _read_base(self) -> AdapterBase:
+        try:
+            tensors = dict(read_tensors_of(self._model))
+        except ConfigError as error:
+            raise WeightsError(str(error)) from error
+        self._shape.check({name: tensor.shape for name, tensor in tensors.items()})
+        self._base = AdapterBase(tensors, self._shape, scale=self._scale)
+        return self._base

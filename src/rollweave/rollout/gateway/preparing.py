@@ -25,8 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rollweave.engine.grammar_check import GrammarCheck
-from rollweave.engine.matchers import rule_of
+from rollweave.engine.matchers import GrammarCheck, rule_of
 from rollweave.rollout.chat.replies import Thinking, ToolFormat
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec

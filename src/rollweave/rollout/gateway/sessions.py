@@ -16,8 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from rollweave.engine.grammar_check import BusyError
-from rollweave.engine.matchers import CANNOT
+from rollweave.engine.matchers import CANNOT, BusyError
 from rollweave.rollout.chat.replies import Thinking, ToolFormat
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec

@@ -1,5 +1,5 @@
 """The process of one engine: `python -m rollweave.runtime.entrypoints.engine`, started
-by `engine/clients/process.py`.
+by `engine/clients/client.py`.
 """
 
 import os

@@ -1,5 +1,5 @@
 """The process of one engine with an inference server: `python -m
-rollweave.runtime.entrypoints.server_engine`, started by `engine/clients/process.py`.
+rollweave.runtime.entrypoints.server_engine`, started by `engine/clients/client.py`.
 """
 
 import asyncio

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.child import child_of
 from rollweave.io.http.guard import TOKEN_BYTES, Guard

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.clients.http import HttpEngine
-from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.clients.process import in_process
 from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec

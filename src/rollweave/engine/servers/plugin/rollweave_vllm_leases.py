@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rollweave_leases
-import rollweave_vllm_spans
-from rollweave_vllm import MAIN, NAME, SERVER, TOKEN
+from rollweave_vllm import MAIN, NAME, SERVER, TOKEN, register_spans
 
 OPTIONS = (
     "--enable-scale-out",
@@ -48,7 +47,7 @@ class LeasedGuard(rollweave_leases.LeasedGuard):  # type: ignore[misc]
 
     def __init__(self, app: rollweave_leases.Application) -> None:
         super().__init__(app)
-        rollweave_vllm_spans.register()
+        register_spans()
 
     def about(self, app: Any) -> dict[str, Any]:
         return about(app.state.vllm_config)

@@ -15,10 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.engine.pages.base import PageDriver, PagePool
-from rollweave.engine.pages.cuda import CudaPages
-from rollweave.engine.pages.drivers import driver_of
-from rollweave.engine.pages.mmap import MmapPages
+from rollweave.engine.pages import CudaPages, MmapPages, PageDriver, PagePool, driver_of
 from rollweave.schema.errors import ConfigError, PagesError
 
 PAGE = 8192
@@ -185,8 +182,8 @@ def test_two_number_formats_share_the_pages() -> None:
 
 def test_a_page_that_is_not_mapped_cannot_be_read() -> None:
     program = f"""
-from rollweave.engine.pages.base import PagePool
-from rollweave.engine.pages.mmap import MmapPages
+from rollweave.engine.pages import PagePool
+from rollweave.engine.pages import MmapPages
 pool = PagePool(MmapPages({PAGE}), 1)
 pages = pool.reserve(2)
 pages.map(0)
@@ -225,7 +222,7 @@ def test_a_device_has_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="unless cuda-bindings is installed, got cuda:1"):
         driver_of(gpu, PAGE)
     monkeypatch.setitem(sys.modules, module, StandIn())
-    monkeypatch.setattr("rollweave.engine.pages.drivers.make_current", current.append)
+    monkeypatch.setattr("rollweave.engine.pages.make_current", current.append)
     pages = driver_of(gpu, PAGE)
     assert isinstance(pages, CudaPages)
     assert (pages.page_bytes, current) == (2 << 20, [gpu])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.engine.planner.batching import Batcher, Entry, StepPlan
-from rollweave.engine.planner.blocks import BlockLedger
+from rollweave.engine.batching import Batcher, Entry, StepPlan
+from rollweave.engine.blocks import BlockLedger
 from tests.support.properties import examples
 
 SIZE = 4

@@ -1,10 +1,23 @@
-"""The tokens of streamed turns, which an engine reports in messages at intervals.
+"""The reports of an engine with a server: the tokens of streamed turns, in messages at
+intervals, and the seconds of each phase of a weight update, in its log. Invariant: no
+delta of a request follows its result.
 
-Invariant: no delta of a request follows its result.
+The server generates during the first phase of an update, and stops for the others:
+
+| phase | what happens |
+|---|---|
+| `bring` | the engine maps or copies the version, and verifies its digest |
+| `pause` | the server ends its current step and stops |
+| `verify` | all ranks check the layout of the version |
+| `swap` | each rank loads its slices; the weights get their label |
+| `resume` | the server continues, without the recomputation of KV that follows |
 """
 
 import asyncio
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -65,3 +78,27 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
         versions=spans_between(spans, first.start, last.start + len(last.tokens)),
     )
+
+
+PHASES = ("bring", "pause", "verify", "swap", "resume")
+
+
+class UpdateTimes:
+    """The seconds of each phase of one update."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def measured(self, phase: str) -> Iterator[None]:
+        """Add the time in the context to `phase`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.monotonic() - started
+
+    def report(self, version: int) -> None:
+        """Write a line to the log of this process."""
+        parts = ", ".join(f"{phase} {seconds:.4f} s" for phase, seconds in self.seconds.items())
+        sys.stderr.write(f"weights v{version} updated: {parts}\n")

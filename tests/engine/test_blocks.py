@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.engine.planner.blocks import BlockLedger, Key
+from rollweave.engine.blocks import BlockLedger, Key
 from tests.support.properties import examples
 
 SIZE = 4

@@ -9,7 +9,7 @@ turn finds them: what a turn samples depends on no request but its own.
 
 Invariants: what was read after the lease of its blocks is not cached, and neither is
 what an aborted import has read (vLLM itself would cache the former, hence the plug-in
-`rollweave_vllm_kv`); a lease ends early only if nothing can read under it any longer;
+`rollweave_vllm`); a lease ends early only if nothing can read under it any longer;
 no import is under way while the server is paused, so that KV of former weights never
 arrives after the cache was cleared; KV of other weights, another model or another vLLM
 is refused before a request is sent.
@@ -28,7 +28,7 @@ import xxhash
 from rollweave.engine.servers.control import Calls, RefusedError
 from rollweave.engine.servers.process import Server, max_context, settings_of
 from rollweave.engine.servers.versions import salt_of
-from rollweave.engine.vllm.control import ABORT, GENERATE
+from rollweave.engine.servers.vllm_control import ABORT, GENERATE
 from rollweave.schema.errors import EngineError, KvError
 from rollweave.schema.serving import EngineSpec, KvHeld, KvManifest
 from rollweave.weights.checkpoint import ModelShape
@@ -49,7 +49,7 @@ of this server. An export whose reader has given up delays it until its lease en
 
 RPC, RELEASE = "/collective_rpc", "rollweave_release_kv"
 """Route and name of the method of all ranks that ends all leases, as in the plug-in
-`rollweave_vllm_kv`.
+`rollweave_vllm`.
 """
 
 CACHED_THERE = "remote_prefill_cached_tokens"

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollweave.engine.planner.blocks import BlockLedger, Key
+from rollweave.engine.blocks import BlockLedger, Key
 
 
 @dataclass(eq=False, slots=True)

@@ -1,3 +1,0 @@
-"""Plans the steps of the embedded engine: continuous batching and the blocks of its KV
-cache.
-"""
