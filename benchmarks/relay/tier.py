@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.network import Network
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.links.relay import ProcessRelay, in_process
+from rollweave.runtime.supervisors.relays import RelayLink
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.hosts import Program, Share
 from rollweave.schema.weights import (
@@ -36,7 +36,7 @@ class Tier:
 
     def __init__(
         self,
-        links: Sequence[ProcessRelay],
+        links: Sequence[RelayLink],
         addresses: Sequence[RelayAddress],
         suspected: Sequence[asyncio.Event],
         stalled: Sequence[asyncio.Event],
@@ -133,7 +133,7 @@ def star(relays: int) -> list[int | None]:
 @contextlib.asynccontextmanager
 async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncIterator[Tier]:
     """Start relays on these hosts. Raises WeightsError where one does not start."""
-    opened: list[ProcessRelay] = []
+    opened: list[RelayLink] = []
     suspected, stalled = ([asyncio.Event() for _ in hosts] for _ in range(2))
 
     def mark(number: int, silent: bool) -> None:
@@ -146,13 +146,13 @@ async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncItera
         for number, host in enumerate(hosts):
             with network.inside(host):
                 spec = RelaySpec(id=f"r{number}", host=network.address(host))
-                link = in_process(logs=logs)(
-                    hosts_here(0).host(0).starting(Program.RELAY, Share()),
+                link = RelayLink(
                     spec,
                     functools.partial(mark, number),
                     functools.partial(stop, number),
+                    spawn=hosts_here(0).host(0).starting(Program.RELAY, Share()),
+                    log=logs / f"{spec.id}.log",
                 )
-            assert isinstance(link, ProcessRelay), "in_process makes processes"
             opened.append(link)
         ready = [await link.ready() for link in opened]
         yield Tier(opened, [reply.address for reply in ready], suspected, stalled)

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.cli.serve import serve, service_of_run
+from rollweave.runtime.live_world import ServiceWorld
 from rollweave.runtime.preflight.dryrun import examine_service
-from rollweave.runtime.serving import ServiceWorld
 from rollweave.schema.config.loading import dumps, load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError

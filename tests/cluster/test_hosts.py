@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
-from rollweave.runtime.hosts.listener import SILENT_S
+from rollweave.runtime.hosts.remote import SILENT_S
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.hosts import ALIVE_S
 from tests.cluster.agents import HostsByHand, mounts, shared_memory

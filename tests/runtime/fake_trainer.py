@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
-from rollweave.runtime.links.trainer import TrainerSpec, serve
 from rollweave.runtime.roles.worker import Worker
+from rollweave.runtime.supervisors.trainer_link import TrainerSpec, serve
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.training import (
     Copied,

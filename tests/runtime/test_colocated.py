@@ -17,8 +17,8 @@ from rollweave.core.state import EngineStatus
 from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.io.child import Child, Spawn, spawn
 from rollweave.runtime.launch import train
-from rollweave.runtime.links.trainer import ProcessTrainer, TrainerSpec
 from rollweave.runtime.roles.group import WorkerPlace
+from rollweave.runtime.supervisors.trainer_link import ProcessTrainer, TrainerSpec
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Programs
 from rollweave.schema.training import Publish, Published, Trained, TrainOn

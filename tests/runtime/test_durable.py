@@ -17,9 +17,9 @@ from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.journal_file import SNAPSHOT, journal_format
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore
-from rollweave.runtime.links.trainer import TrainerBackend
 from rollweave.runtime.processes import Processes
 from rollweave.runtime.recover import lost, rebuild, recover
+from rollweave.runtime.supervisors.trainer_link import TrainerBackend
 from rollweave.schema import commands as c
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig

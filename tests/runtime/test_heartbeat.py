@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from rollweave.runtime.manifests import Manifests
+from rollweave.runtime.supervisors.engines import Manifests
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights
 from rollweave.schema.events import EngineLost, EngineSlot

@@ -87,7 +87,7 @@ def test_a_run_builds_its_image_and_the_next_one_gets_it_from_the_mirror(
 ) -> None:
     """The build takes longer than a step may, and is named while it lasts."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.2)
-    monkeypatch.setattr("rollweave.runtime.waiting.CHECK_S", 0.1)
+    monkeypatch.setattr("rollweave.runtime.tasks.CHECK_S", 0.1)
     cache = tmp_path / "rollweave" / "images"
     named = recipe(tmp_path / "given", base, SLOW)
     mirror = tmp_path / "mirror"

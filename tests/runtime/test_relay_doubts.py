@@ -15,10 +15,14 @@ from rollweave.io.child import Spawn
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.trace import Trace
 from rollweave.runtime.hosts.hosts import Hosts, hosts_here
-from rollweave.runtime.links.relay import OnStalled, OnSuspected, ProcessRelay, in_process
-from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.pump import Pump, RunClock
-from rollweave.runtime.supervisors.relays import RelaySupervisor
+from rollweave.runtime.supervisors.engines import Manifests
+from rollweave.runtime.supervisors.relays import (
+    OnStalled,
+    OnSuspected,
+    RelayLink,
+    RelaySupervisor,
+)
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -49,7 +53,7 @@ class Bench:
 
     def __init__(self, directory: Path, journal: RunJournal, tasks: Tasks, trace: Trace) -> None:
         self.core, self.manifests = Core(CONFIG), Manifests(relayed=True)
-        self.links: dict[str, ProcessRelay] = {}
+        self.links: dict[str, RelayLink] = {}
         self.fetches: list[c.FetchWeights] = []
         self.restarted: list[str] = []
         clock = RunClock()
@@ -64,13 +68,13 @@ class Bench:
             clock=clock.now,
             trace=trace,
         )
-        self._start = in_process(logs=directory / "logs", silent_s=60.0)
+        self._logs = directory / "logs"
 
     def _open(
         self, spawn: Spawn, spec: RelaySpec, suspected: OnSuspected, stalled: OnStalled
-    ) -> ProcessRelay:
-        link = self._start(spawn, spec, suspected, stalled)
-        assert isinstance(link, ProcessRelay)
+    ) -> RelayLink:
+        log = self._logs / f"{spec.id}.log"
+        link = RelayLink(spec, suspected, stalled, spawn=spawn, log=log, silent_s=60.0)
         self.links[spec.id] = link
         return link
 

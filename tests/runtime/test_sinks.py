@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.runtime.sinks import Trackio, WandB, missing_sinks, open_sinks
+from rollweave.runtime.metrics import Trackio, WandB, missing_sinks, open_sinks
 from rollweave.schema.errors import ConfigError
 
 

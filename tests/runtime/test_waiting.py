@@ -3,7 +3,7 @@
 import asyncio
 
 from rollweave.core.policy.waiting import Wait
-from rollweave.runtime.waiting import name_long_waits
+from rollweave.runtime.tasks import name_long_waits
 
 
 async def test_a_long_wait_is_reported_with_its_line() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.runtime.links import worker as link
+from rollweave.runtime.supervisors import workers as link
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
 from tests.support.fake_runs import (

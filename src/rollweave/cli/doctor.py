@@ -23,8 +23,8 @@ from rollweave.io.extras import (
     missing_from,
 )
 from rollweave.io.machine import cores, describe_computation, gpu_memory, memory_bytes
+from rollweave.runtime.metrics import PACKAGES
 from rollweave.runtime.preflight.checks import Check, fail, failures, ok, show, warn
-from rollweave.runtime.sinks import PACKAGES
 from rollweave.sandbox.cgroups import WITHOUT, unbounded
 from rollweave.schema.text import human_bytes
 

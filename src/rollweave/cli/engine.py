@@ -33,7 +33,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
-from rollweave.runtime.hosts.resources import devices as gpus
+from rollweave.runtime.hosts.hosts import devices as gpus
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
 from rollweave.schema.errors import ConfigError, EngineLostError, HostError

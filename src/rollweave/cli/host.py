@@ -11,7 +11,7 @@ from pathlib import Path
 from rollweave.cli.console import err
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
-from rollweave.runtime.hosts.resources import resources
+from rollweave.runtime.hosts.hosts import resources
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import wrong_name

@@ -259,7 +259,7 @@ class UrlDialect(Dialect):
 
 class RewardCall(Struct, frozen=True, kw_only=True):
     """A request to a function that the run has deployed
-    (`runtime/hosts/reward_app`).
+    (`runtime/hosts/on_serve`).
     """
 
     key: str

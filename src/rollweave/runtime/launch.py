@@ -23,11 +23,10 @@ from rollweave.record.identity import Identity, model_digests, write_identity
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.runtime.hosts import user_files
-from rollweave.runtime.hosts.cluster import GatheredHosts
-from rollweave.runtime.hosts.permissions import programs_of
+from rollweave.runtime.hosts.cluster import GatheredHosts, programs_of
 from rollweave.runtime.hosts.serverless import check_platform, deployed
 from rollweave.runtime.life import Life, Records, begun, machine_of, recorded, wired
-from rollweave.runtime.metrics import Metrics, Progress, Silent
+from rollweave.runtime.metrics import Metrics, Progress, Silent, open_sinks
 from rollweave.runtime.preflight.checks import FORCED, Status, forced, must_pass
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.runtime.preflight.examiner import declared_by
@@ -35,7 +34,6 @@ from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.processes import Processes
 from rollweave.runtime.recover import lost, model_dir
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
-from rollweave.runtime.sinks import open_sinks
 from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.world import World

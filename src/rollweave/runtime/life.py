@@ -26,7 +26,7 @@ from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import LIMIT, Trace
 from rollweave.record.turn_log import TurnLog
 from rollweave.runtime.episodes import Episodes
-from rollweave.runtime.hosts.resources import gpus_for
+from rollweave.runtime.hosts.hosts import gpus_for
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.processes import Processes
 from rollweave.runtime.pump import RunClock

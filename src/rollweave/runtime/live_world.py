@@ -1,34 +1,44 @@
 """The parts that every live world has, under one task group: pump, engines, rollout
-pipeline and predictor of lengths.
+pipeline and predictor of lengths; and the world of a service, which has no trainer.
 
 Invariants: however a world ends (by the core's `Finish`, an error or a cancellation),
 all its tasks, environments and processes end before it returns; an error that neither
-the user nor the core caused passes through.
+the user nor the core caused passes through; a result of a service is in the store
+before its delivery is announced.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.policy.waiting import Wait
+from rollweave.io.disk import replace_file
 from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
 from rollweave.rollout.rewards import Comparisons
 from rollweave.rollout.worker import RolloutWorker
-from rollweave.runtime.effects import Effects, Handlers, Timer, rollout_handlers
 from rollweave.runtime.life import Wiring
-from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.processes import waiting_limit
-from rollweave.runtime.pump import Pump
-from rollweave.runtime.status import StatusFile
-from rollweave.runtime.supervisors.engines import SLOW_S, EngineSupervisor
+from rollweave.runtime.pump import Effects, Handlers, Pump, Timer
+from rollweave.runtime.supervisors.engines import SLOW_S, EngineSupervisor, Manifests
 from rollweave.runtime.supervisors.predictor import PredictorSupervisor
 from rollweave.runtime.supervisors.workers import WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.commands import Command, Finish, Warn
-from rollweave.schema.events import Event, RunStarted, WorldLost
+from rollweave.schema import commands as c
+from rollweave.schema.errors import DiskError
+from rollweave.schema.events import Event, RunStarted, StopRequested, WorldLost
+from rollweave.schema.packing import as_json
 from rollweave.schema.serving import LoadCheckpoint
-from rollweave.schema.status import RunStatus
+from rollweave.schema.status import STATUS_S, RunStatus
 
 
 class LiveWorld:
@@ -43,7 +53,7 @@ class LiveWorld:
         self,
         wiring: Wiring,
         *,
-        warn: Callable[[Warn], None],
+        warn: Callable[[c.Warn], None],
         keep_partial_turns: bool = False,
         relayed: bool = False,
         reply_s: float | None = None,
@@ -52,7 +62,7 @@ class LiveWorld:
         """`warn` receives the warnings of the world's parts.
 
         `keep_partial_turns` is as in `rollout/pipeline.py`, `relayed` as in
-        `runtime/manifests.py`; `reply_s` and `checkpoint` are as in
+        `runtime/supervisors/engines.py`; `reply_s` and `checkpoint` are as in
         `runtime/supervisors/engines.py`.
         """
         life, episodes, processes = wiring.life, wiring.episodes, wiring.processes
@@ -130,16 +140,42 @@ class LiveWorld:
 
     def handlers(self) -> Handlers:
         """Return the handlers that every live world has."""
-        handlers = rollout_handlers(
-            pipeline=self.pipeline,
-            engines=self.engines,
-            workers=self.workers,
-            predictor=self.predictor,
-            timer=self._timer,
-        )
-        return {**handlers, Warn: self._warn, Finish: self.finish}
+        pipeline, engines = self.pipeline, self.engines
+        return {
+            c.StartInit: pipeline.start_init,
+            c.StartRun: pipeline.start_run,
+            c.StartTurn: pipeline.start_turn,
+            c.AbortTurn: pipeline.abort_turn,
+            c.RerankTurn: pipeline.rerank,
+            c.StartEval: pipeline.start_eval,
+            c.CancelTrajectory: pipeline.cancel,
+            c.Evict: pipeline.evict,
+            c.Migrate: self._migrate,
+            c.StartEngine: engines.add,
+            c.StageWeights: engines.stage,
+            c.SuspendEngine: engines.suspend,
+            c.LoadWeights: engines.load,
+            c.ResumeEngine: engines.resume,
+            c.RestartEngine: engines.restart,
+            c.RemoveEngine: engines.remove,
+            c.RestartWorker: self.workers.restart,
+            c.RemoveWorker: self.workers.remove,
+            c.Predict: self._predict,
+            c.Harvest: self.predictor.harvest,
+            c.FitPredictor: self.predictor.fit,
+            c.SetTimer: self._timer.set,
+            c.Warn: self._warn,
+            c.Finish: self.finish,
+        }
 
-    def execute(self, command: Command) -> None:
+    def _migrate(self, command: c.Migrate) -> None:
+        context = self.pipeline.context_of(command.trajectory_id, command.attempt)
+        self.engines.migrate(command, context)
+
+    def _predict(self, command: c.Predict) -> None:
+        self.predictor.predict(command, self.pipeline.length_context(command))
+
+    def execute(self, command: c.Command) -> None:
         """Execute a command of the core."""
         self.effects.execute(command)
 
@@ -215,9 +251,9 @@ class LiveWorld:
         try:
             self.life.journal.rotate(self.core.snapshot())
         except OSError as error:  # the journal stays as it is
-            self._warn(Warn(component="journal", message=f"cannot be compacted: {error}"))
+            self._warn(c.Warn(component="journal", message=f"cannot be compacted: {error}"))
 
-    def finish(self, command: Finish) -> None:
+    def finish(self, command: c.Finish) -> None:
         """Let the pump return: the core has finished the run."""
         self.error = command.error
         self._timer.cancel()
@@ -235,3 +271,119 @@ class _EpisodeSpans:
 
     def episode_over(self, lane: str) -> None:
         self._trace.release(ENVIRONMENTS, lane)
+
+
+class StatusFile:
+    """The file at `path` with the state that `state` returns, while the run lives.
+
+    Invariants: the file is replaced atomically, on a thread, and never synced, so that
+    neither a reader nor a slow or full disk delays the run or ends it. The last state
+    of a life says that it ended.
+    """
+
+    def __init__(self, path: Path, state: Callable[[], RunStatus]) -> None:
+        self._path, self._state = path, state
+        self._lock = threading.Lock()
+        self._ended = False
+
+    async def keep(self) -> None:
+        """Write the state every `STATUS_S` seconds, until this task is cancelled."""
+        while True:
+            await asyncio.to_thread(self._write, self._state())
+            await asyncio.sleep(STATUS_S)
+
+    def end(self) -> None:
+        """Write the last state of this life."""
+        self._write(self._state(), ended=True)
+
+    def _write(self, status: RunStatus, *, ended: bool = False) -> None:
+        stamped = msgspec.structs.replace(
+            status,
+            written_at=round(time.time(), 3),
+            machine=socket.gethostname(),
+            pid=os.getpid(),
+            ended=ended,
+        )
+        # a thread of `keep` may still write when the life ends; on a full disk, the
+        # former state stays
+        with self._lock, contextlib.suppress(DiskError):
+            if ended or not self._ended:
+                self._ended = ended
+                replace_file(self._path, as_json(stamped), synced=False)
+
+
+COMPACT_BYTES = 4 << 20
+"""Minimum growth of the journal before it is replaced by a snapshot, in bytes: some
+30,000 events, which replay in a second.
+"""
+
+COMPACT_S = 5.0
+"""Seconds between two checks whether to compact the journal: a busy service writes a
+megabyte a second.
+"""
+
+
+class ResultSink(Protocol):
+    """The consumer of a service's results."""
+
+    def delivered(self, command: c.Deliver) -> None:
+        """Take a result, which is in the store if its trajectory was started.
+
+        Answered by `RolloutAcknowledged`.
+        """
+
+    def warned(self, command: c.Warn) -> None:
+        """Take a warning of a component."""
+
+
+TRAINING_ONLY: Collection[type[c.Command]] = (
+    c.DrawTask,
+    c.CompareGroup,
+    c.CancelComparison,
+    c.FetchWeights,
+    c.RestartRelay,
+    c.RemoveRelay,
+    c.TrainStep,
+    c.MeasureRatios,
+    c.PublishWeights,
+    c.SaveCheckpoint,
+    c.RestartTrainer,
+    c.RecordEvaluation,
+    c.MarkBest,
+)
+"""Commands that a service never gets."""
+
+
+class ServiceWorld(LiveWorld):
+    """All living parts of a service, except for its endpoints."""
+
+    def __init__(self, wiring: Wiring, *, sink: ResultSink) -> None:
+        super().__init__(wiring, warn=sink.warned)
+        handlers = {**self.handlers(), c.Deliver: sink.delivered}
+        self.effects = Effects(handlers, never=TRAINING_ONLY)
+
+    async def run(self, first: RunStarted | WorldLost) -> str:
+        """Run until the core issues `Finish`; return its error, or "".
+
+        A service finishes once it was stopped and every result is acknowledged.
+        """
+        return await self.live(first)
+
+    def started(self, first: RunStarted | WorldLost) -> None:
+        del first
+        self.tasks.spawn(self._compact(), "compact the journal")
+
+    async def finished(self) -> None:
+        self.rotate()  # otherwise the next life would replay it all
+
+    def stop(self, *, drain: bool) -> None:
+        """Accept no more rollouts, and end once all are done (`drain`) or cancelled."""
+        self.pump.post(StopRequested(drain=drain))
+
+    async def _compact(self) -> None:
+        """Replace the journal by a snapshot whenever it has grown enough."""
+        journal = self.life.journal
+        while True:
+            await asyncio.sleep(COMPACT_S)
+            if journal.appended_bytes >= max(COMPACT_BYTES, journal.initial_bytes):
+                self.rotate()

@@ -1,5 +1,6 @@
-"""The metrics of a run, line by line: always `metrics.jsonl`, and the optional mirrors
-of `runtime/sinks.py`.
+"""The metrics of a run, line by line: always `metrics.jsonl`, and optional mirrors:
+TensorBoard, Trackio, and Weights & Biases, which are extras and imported only if
+`run.sinks` names them.
 
 Invariants: there is one line of kind `step` per training step, of kind `evaluation` per
 evaluation and of kind `warning` per warning, in the order in which they happened, each
@@ -8,9 +9,12 @@ left is cut off. Sinks only mirror lines.
 """
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import math
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +26,12 @@ from rollweave.core.policy.gaps import GAP, wide_gaps
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
+from rollweave.io.extras import how_to_install
 from rollweave.io.reading import CHUNK, lines, opened
 from rollweave.record.steps import CounterSnapshot
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.prediction import PredictorStats
 from rollweave.schema.serving import EngineStats
 from rollweave.schema.training import TrainMetrics
@@ -306,3 +312,107 @@ def _flat(line: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
         elif isinstance(value, int | float):
             numbers.append((f"{prefix}{name}", float(value)))
     return numbers
+
+
+PACKAGES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+
+
+class TensorBoard:
+    """Writes event files to `<run>/tensorboard`."""
+
+    def __init__(self, module: Any, run_dir: Path) -> None:
+        self._writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Trackio:
+    """Mirrors to a run of Trackio's project `rollweave`, in the database of this
+    machine; `trackio show --project rollweave` shows it.
+
+    Its name is that of the run and a number of the run directory, so that `--resume`
+    continues it, and no other run of the same name does.
+    """
+
+    def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]) -> None:
+        self._run = module.init(
+            project="rollweave",
+            name=f"{run_dir.name}-{_kept_id(run_dir / 'trackio_id')}",
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandB:
+    """Mirrors to a W&B run of the same name, offline or online as the user's
+    environment selects.
+
+    `--resume` continues the same W&B run.
+    """
+
+    def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]) -> None:
+        self._run = module.init(
+            project="rollweave",
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=config,
+            id=_kept_id(run_dir / "wandb_id"),
+            resume="allow",
+        )
+        self._run.define_metric("*", step_metric="training_step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "training_step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept_id(file: Path) -> str:
+    """Return the run's id there; a new one that is written to the file if it is
+    absent.
+    """
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
+
+
+def missing_sinks(names: Sequence[str]) -> list[str]:
+    """Return those of `names` whose package is not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> list[Sink]:
+    """Open the sinks of `run.sinks`. Raises ConfigError if a package is missing."""
+    missing = missing_sinks(names)
+    if missing:
+        raise ConfigError(f"run.sinks: {missing[0]} is not installed; {how_to_install(missing[0])}")
+    sinks: list[Sink] = []
+    for name in names:
+        module = importlib.import_module(PACKAGES[name])
+        match name:
+            case "tensorboard":
+                sinks.append(TensorBoard(module, run_dir))
+            case "trackio":
+                sinks.append(Trackio(module, run_dir, config))
+            case _:
+                sinks.append(WandB(module, run_dir, config))
+    return sinks

@@ -12,23 +12,23 @@ from typing import Any
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.servers.attached import holder_name, server_token
+from rollweave.io.child import Spawn
 from rollweave.record.identity import run_id
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
-from rollweave.runtime.links.relay import OpenRelay
-from rollweave.runtime.links.relay import in_process as relay_in_process
-from rollweave.runtime.links.trainer import (
-    ProcessTrainer,
-    ThreadTrainer,
-    TrainerBackend,
-    TrainerSpec,
-)
-from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.recover import model_dir
 from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.runtime.supervisors.predictor import OpenPredictor
 from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
+from rollweave.runtime.supervisors.relays import OnStalled, OnSuspected, RelayLink
+from rollweave.runtime.supervisors.trainer_link import (
+    ProcessTrainer,
+    ThreadTrainer,
+    TrainerBackend,
+    TrainerSpec,
+)
+from rollweave.runtime.supervisors.workers import OnReport, WorkerLink
 from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
@@ -38,6 +38,7 @@ from rollweave.schema.hosts import Program, RankSlot, Share
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.schema.weights import RelaySpec
 
 BACKSTOP = 2.0
 """Ratio of our own time limits on a silent child to the core's: the core acts first,
@@ -160,7 +161,7 @@ class Processes:
             waiting_limit=waiting_limit(self._config),
             **shared,
         )
-        return ProcessWorker(
+        return WorkerLink(
             spec,
             on_report,
             spawn=host.starting(Program.WORKER, Share()),
@@ -168,10 +169,18 @@ class Processes:
             start_s=BACKSTOP * self._config.watchdog.start_s,
         )
 
-    def relay(self) -> OpenRelay:
-        """Return a function that starts relays, on any of the hosts."""
-        start_s = BACKSTOP * self._config.watchdog.start_s
-        return relay_in_process(logs=self._run.logs, start_s=start_s)
+    def relay(
+        self, spawn: Spawn, spec: RelaySpec, on_suspected: OnSuspected, on_stalled: OnStalled
+    ) -> RelayLink:
+        """Start a relay by `spawn`. Raises OSError."""
+        return RelayLink(
+            spec,
+            on_suspected,
+            on_stalled,
+            spawn=spawn,
+            log=self._run.logs / f"{spec.id}.log",
+            start_s=BACKSTOP * self._config.watchdog.start_s,
+        )
 
     def predictor(self) -> OpenPredictor:
         """Return a function that starts the predictor of lengths.

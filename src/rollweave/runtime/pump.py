@@ -1,20 +1,23 @@
-"""The pump: inbox → core → journal → effects, the only place that calls the core; and
-the run's clock.
+"""The pump: inbox → core → journal → effects, the only place that calls the core; the
+run's clock; and the execution of commands by a table from their types to handlers.
 
 Invariants: events are handled one by one, in the order in which they were posted; an
 event is in the journal before any of its commands is executed; a command is executed at
-most once, in the life that handled its event, and never by a replay.
+most once, in the life that handled its event, and never by a replay. A handler neither
+blocks nor raises for what happens in the world; the part that cannot do its work posts
+the event of the failure. After `Finish` nothing is executed.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, get_args
 
+from rollweave.schema import commands as c
 from rollweave.schema.commands import Command
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.events import Event
+from rollweave.schema.events import Event, TimerFired
 
 INBOX_EVENTS = 1 << 17
 """Maximum number of waiting events.
@@ -132,3 +135,48 @@ class Pump:
             if self._stopped:
                 return
             self._execute(command)
+
+
+Handlers = Mapping[type[c.Command], Callable[[Any], None]]
+"""The handler of each type of command. A handler takes the command."""
+
+
+class Effects:
+    """Executes commands by their handlers.
+
+    Every command must have one, except for those that the world never gets.
+    """
+
+    def __init__(self, handlers: Handlers, *, never: Collection[type[c.Command]] = ()) -> None:
+        known = {*handlers, *never}
+        missing = [kind.__name__ for kind in get_args(c.Command) if kind not in known]
+        assert not missing, f"commands without a handler: {', '.join(missing)}"
+        self._handlers = handlers
+
+    def execute(self, command: c.Command) -> None:
+        """Begin what the command asks for."""
+        handler = self._handlers.get(type(command))
+        assert handler is not None, f"this world executes no {type(command).__name__}: {command}"
+        handler(command)
+
+
+class Timer:
+    """The one timer of the core. Setting it again replaces it."""
+
+    def __init__(self, clock: Callable[[], float], post: Callable[[Event], None]) -> None:
+        self._clock, self._post = clock, post
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, command: c.SetTimer) -> None:
+        self.cancel()
+        delay = max(0.0, command.at - self._clock())
+        self._handle = asyncio.get_running_loop().call_later(delay, self._fire)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._post(TimerFired())

@@ -4,16 +4,26 @@ Invariants: an exception in a task is a bug of ours or a disk failure, and ends 
 group with that exception; several exceptions end it with an exception group, except
 that disk errors of several tasks are reported as one; `cancel_all` ends every task, and
 each one that is spawned later.
+
+Also what tasks of a world do by themselves: they draw tasks from task sources, which
+are the user's code, and name long waits while they last (`core/policy/waiting` decides
+when).
 """
 
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rollweave.core.policy.waiting import LongWaits, Wait, wait_lines
+from rollweave.schema.commands import DrawTask
 from rollweave.schema.errors import DiskError
+from rollweave.schema.events import DrawFailed, GroupSubmitted
+from rollweave.schema.text import shortened
+from rollweave.schema.work import Purpose, Task
 
 T = TypeVar("T")
 
@@ -95,3 +105,63 @@ def on_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return result
+
+
+CHECK_S = 1.0
+"""Seconds between two checks of the waits."""
+
+
+async def name_long_waits(
+    waits: Callable[[], Iterable[Wait]],
+    *,
+    clock: Callable[[], float],
+    report: Callable[[str, str], None],
+) -> None:
+    """Report the component and the line of each long wait, until this task is
+    cancelled.
+    """
+    long_waits = LongWaits()
+    while True:
+        for component, line in wait_lines(long_waits.due(clock(), waits())):
+            report(component, line)
+        await asyncio.sleep(CHECK_S)
+
+
+DRAW_S = 60.0
+"""Maximum seconds to draw one task: a task source may download data, but must not stop
+the run.
+"""
+
+
+class TaskDrawer:
+    """Draws tasks on a thread, one at a time: a task source may be slow, and need not
+    be thread-safe.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[str, int, Purpose], Task],
+        *,
+        tasks: Tasks,
+        post: Callable[[GroupSubmitted | DrawFailed], None],
+    ) -> None:
+        """`draw(name, index, purpose)` returns task `index` of domain `name`."""
+        self._draw_task, self._tasks, self._post = draw, tasks, post
+        self._lock = asyncio.Lock()
+
+    def draw(self, command: DrawTask) -> None:
+        self._tasks.spawn(self._draw(command), f"draw {command.group_id}")
+
+    async def _draw(self, command: DrawTask) -> None:
+        async with self._lock:
+            try:
+                async with asyncio.timeout(DRAW_S):
+                    draw = functools.partial(
+                        self._draw_task, command.name, command.index, command.purpose
+                    )
+                    task = await on_thread(draw, f"draw {command.group_id}")
+            except Exception as error:
+                text = f"{command.name} #{command.index}: {type(error).__name__}: {error}"
+                self._post(DrawFailed(group_id=command.group_id, error=shortened(text)))
+                return
+        self._post(GroupSubmitted(group_id=command.group_id, task=task))

@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping
 from rollweave.core.state import Phase
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.control import Control
-from rollweave.runtime.drawing import TaskDrawer
-from rollweave.runtime.effects import Effects, Handlers, training_handlers
 from rollweave.runtime.life import Wiring
 from rollweave.runtime.live_world import LiveWorld
 from rollweave.runtime.metrics import Metrics, Progress
+from rollweave.runtime.pump import Effects, Handlers
 from rollweave.runtime.supervisors.engines import REPLY_S
 from rollweave.runtime.supervisors.relays import RelaySupervisor
 from rollweave.runtime.supervisors.trainer import TrainerSupervisor
-from rollweave.runtime.waiting import name_long_waits
+from rollweave.runtime.tasks import TaskDrawer, name_long_waits
 from rollweave.schema import commands as c
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.events import RunStarted, StopRequested, WorldLost
@@ -53,7 +52,7 @@ class World(LiveWorld):
         draw: Callable[[str, int, Purpose], Task],
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
-        """`draw` is as in `runtime/drawing.py`."""
+        """`draw` is as in `runtime/tasks.py`."""
         life, processes, config = wiring.life, wiring.processes, wiring.life.config
         self._checkpoints = Checkpoints(life.run.checkpoints)
         self._checkpoints.clear_unfinished()
@@ -85,7 +84,7 @@ class World(LiveWorld):
         )
         self._relays = RelaySupervisor(
             hosts=processes.hosts,
-            open_relay=processes.relay(),
+            open_relay=processes.relay,
             transport=config.weights.transport,
             manifests=self.manifests,
             tasks=tasks,
@@ -153,12 +152,15 @@ class World(LiveWorld):
     def _handlers(self, draw: Callable[[c.DrawTask], None]) -> Handlers:
         return {
             **self.handlers(),
-            **training_handlers(
-                trainer=self._trainer,
-                relays=self._relays,
-                comparisons=self.comparisons,
-                draw=draw,
-            ),
+            c.DrawTask: draw,
+            c.CompareGroup: self.comparisons.start,
+            c.CancelComparison: self.comparisons.cancel,
+            c.FetchWeights: self._relays.fetch,
+            c.RestartRelay: self._relays.restart,
+            c.RemoveRelay: self._relays.remove,
+            c.TrainStep: self._trainer.train,
+            c.MeasureRatios: self._trainer.measure,
+            c.PublishWeights: self._trainer.publish,
             c.StartEngine: self._start_engine,
             c.RemoveEngine: self._remove_engine,
             c.RestartTrainer: self._restart_trainer,

@@ -29,8 +29,8 @@ from rollweave.record.trace import SERVICE_LIMIT
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.life import begun, machine_of, recorded, wired
+from rollweave.runtime.live_world import ServiceWorld
 from rollweave.runtime.processes import Processes
-from rollweave.runtime.serving import ServiceWorld
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.schema.address import Hosts
 from rollweave.schema.commands import Warn

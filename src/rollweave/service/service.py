@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.store import TrajectoryStore
-from rollweave.runtime.serving import ServiceWorld
+from rollweave.runtime.live_world import ServiceWorld
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import Health

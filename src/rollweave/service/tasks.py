@@ -10,8 +10,7 @@ import functools
 import msgspec
 
 from rollweave.envs.tasks import TaskSource
-from rollweave.runtime.drawing import DRAW_S
-from rollweave.runtime.tasks import on_thread
+from rollweave.runtime.tasks import DRAW_S, on_thread
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.service import RequestedLimits, RolloutRequest

@@ -5,7 +5,7 @@ does.
 from collections.abc import Callable
 
 from rollweave.core.state import State
-from rollweave.runtime.serving import ServiceWorld
+from rollweave.runtime.live_world import ServiceWorld
 from rollweave.schema.events import Event
 
 

@@ -1,5 +1,5 @@
 """Execute commands of the core in the simulated world, by a table as in
-`runtime/effects.py`.
+`runtime/pump.py`.
 """
 
 from collections.abc import Callable, Mapping

@@ -19,7 +19,7 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCosts
 
 SUSPECT_S = 0.6
-"""Seconds of silence after which a relay is suspected (runtime/links/relay)."""
+"""Seconds of silence after which a relay is suspected (runtime/supervisors/relays)."""
 
 SILENT_S = 5.0
 """Seconds of silence after which a relay counts as lost."""

@@ -217,9 +217,9 @@ class StallDetector:
     `channel` or it cannot be opened. A stall is noticed long before the source counts
     as gone: this link may be dead while another source's link works.
 
-    Invariant: as with relays (runtime/links/relay), it counts ticks of a clock that
-    advances only while this loop runs, and bytes that have arrived are processed before
-    a tick. A piece may take any time, as long as some of its bytes arrive.
+    Invariant: as with relays (runtime/supervisors/relays), it counts ticks of a clock
+    that advances only while this loop runs, and bytes that have arrived are processed
+    before a tick. A piece may take any time, as long as some of its bytes arrive.
     """
 
     def __init__(self, stalled: Callable[[], None]) -> None:

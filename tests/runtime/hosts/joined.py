@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from rollweave.runtime.hosts.listener import HostListener, RemoteHost
+from rollweave.runtime.hosts.listener import HostListener
+from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.hosts import HostAccepted, JoinHost
 from tests.runtime.hosts.started import PROGRAM

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.io.child import ChildProcess, Spawn
-from rollweave.runtime.hosts.listener import RemoteHost
+from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.schema.hosts import Program, Share
 
 PROGRAM = "tests.runtime.hosts.program"

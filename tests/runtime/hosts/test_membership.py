@@ -15,7 +15,7 @@ import pytest
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.hosts.cluster import GatheredHosts
-from rollweave.runtime.hosts.listener import RemoteHost
+from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.hosts import HostAccepted, Resources

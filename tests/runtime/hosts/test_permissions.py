@@ -17,12 +17,11 @@ from rollweave.envs import registry
 from rollweave.io import user_code
 from rollweave.io.framing import FramedSocket
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.hosts import process_log
+from rollweave.runtime.hosts import remote
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.authentication import admit
-from rollweave.runtime.hosts.listener import RemoteHost
-from rollweave.runtime.hosts.permissions import options_for, programs_of, refusal
-from rollweave.runtime.hosts.process_log import ProcessLog
+from rollweave.runtime.hosts.cluster import options_for, programs_of, refusal
+from rollweave.runtime.hosts.remote import ProcessLog, RemoteHost
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import (
@@ -402,8 +401,8 @@ async def test_a_process_that_logs_much_fills_neither_disk(tmp_path: Path) -> No
 
 
 def test_a_log_is_printable_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_log, "LOG_BYTES", 2000)
-    monkeypatch.setattr(process_log, "RATE_BYTES", 1000)
+    monkeypatch.setattr(remote, "LOG_BYTES", 2000)
+    monkeypatch.setattr(remote, "RATE_BYTES", 1000)
     cut: list[str] = []
     log = ProcessLog(tmp_path / "e0.log", cut.append)
     for piece in (b"\x1b[2J", b"\xc2", b"\x9b\r\n\xff", b"\x07\xe2\x80\xaedone\n"):

@@ -18,7 +18,7 @@ import pytest
 
 from rollweave import Cluster, ConfigError, Worker, WorkerError, register
 from rollweave.core.policy import waiting as policy
-from rollweave.runtime import waiting
+from rollweave.runtime import tasks
 from rollweave.runtime.roles import group
 from rollweave.runtime.roles.role import WorkerResources
 from rollweave.runtime.roles.worker import hw_mapping
@@ -148,7 +148,7 @@ def test_a_long_wait_is_named(
     start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(policy, "FIRST_S", 0.2)
-    monkeypatch.setattr(waiting, "CHECK_S", 0.1)
+    monkeypatch.setattr(tasks, "CHECK_S", 0.1)
     adders = start(Adder)
     with pytest.raises(WorkerLostError, match="within 1 s"):
         adders.hang(1)

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from rollweave import Cluster, ConfigError, Worker, WorkerError, register
 from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.hosts.on_serve import RoleApp
 from rollweave.runtime.roles import cluster
-from rollweave.runtime.roles.app import RoleApp
-from rollweave.runtime.roles.serverless import UNAVAILABLE, ServerlessMethods
+from rollweave.runtime.roles.role import UNAVAILABLE, ServerlessMethods
 from rollweave.runtime.roles.serving import constructor_codec, method_codec
 from rollweave.runtime.roles.worker import hw_mapping, register_serverless
 from rollweave.schema.roles import CallMethod, Returned

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollweave.runtime.roles import values
-from rollweave.runtime.roles.values import MethodCodec
+from rollweave.runtime.roles import serving
+from rollweave.runtime.roles.serving import MethodCodec
 from rollweave.schema.roles import Arguments
 
 
@@ -113,7 +113,7 @@ def test_half_a_character_is_replaced() -> None:
 
 
 def test_calls_beyond_the_size_of_a_frame_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "CALL_BYTES", 100)
+    monkeypatch.setattr(serving, "CALL_BYTES", 100)
     with pytest.raises(TypeError, match="mixed: the arguments must have at most 100 bytes"):
         sent(bytes(60), Point(0), array=np.zeros(8))
     with pytest.raises(TypeError, match="mixed: the result must have at most 100 bytes"):

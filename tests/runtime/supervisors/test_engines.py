@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollweave.runtime.manifests import Manifests
+from rollweave.runtime.supervisors.engines import Manifests
 from rollweave.schema.commands import StageWeights
 from rollweave.schema.errors import EngineLostError, WeightsError
 from rollweave.schema.events import EngineJoined, EngineSlot, StagingFailed, WeightsStaged

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollweave.record.journal import Replay
-from rollweave.runtime.manifests import Manifests
+from rollweave.runtime.supervisors.engines import Manifests
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId

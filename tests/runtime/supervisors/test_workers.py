@@ -8,8 +8,7 @@ import pytest
 
 from rollweave.record.trace import Trace
 from rollweave.rollout.pipeline import Pipeline
-from rollweave.runtime.links.worker import OnReport
-from rollweave.runtime.supervisors.workers import WorkerSupervisor
+from rollweave.runtime.supervisors.workers import OnReport, WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.events import Event, WorkerJoined, WorkerLost, WorkerSlot
 from rollweave.schema.images import (

@@ -1,35 +1,41 @@
 """The process of Ray's driver for a run, which keeps agents on Ray's nodes
-(`runtime/hosts/on_ray.py`).
+(`runtime/hosts/on_ray.py`), or deploys functions on Ray Serve
+(`runtime/hosts/on_serve.py`).
 """
 
 import os
 import queue
 import sys
+from collections.abc import Callable
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.on_ray import Agents, connect, nodes_of
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import ConnectRay, RayCommand, RayConnected, RayFailed, StartAgents
+from rollweave.schema.serverless import (
+    DeployFailed,
+    DeployFunctions,
+    FunctionsDeployed,
+    ServeCommand,
+)
 
 POLL_S = 1.0
 """Seconds between two polls of Ray's nodes."""
 
+_decode = decoder_of(RayCommand | ServeCommand)
 
-def serve(parent: Parent) -> None:
+
+def keep_agents(parent: Parent, command: ConnectRay, receive: Callable[..., bytes]) -> None:
     """Connect, and keep agents on the nodes until the parent stops them."""
-    decode = decoder_of(RayCommand)
-    frames = parent.queue()
-    first = decode(frames.get())
-    assert isinstance(first, ConnectRay), "it comes first"
     try:
-        ray = connect(first.address)
+        ray = connect(command.address)
     except ConfigError as error:
         parent.send(encode(RayFailed(error=str(error))))
         return
     hosts = len(nodes_of(ray.nodes()))
     parent.send(encode(RayConnected(address=ray.util.get_node_ip_address(), hosts=hosts)))
-    start = decode(frames.get())
+    start = _decode(receive())
     if isinstance(start, StartAgents):
         agents = Agents(ray, start, lambda report: parent.send(encode(report)))
         while True:
@@ -38,16 +44,41 @@ def serve(parent: Parent) -> None:
             except ray.exceptions.RayError as error:  # Ray's head does not answer
                 print(f"Ray: {error}", file=sys.stderr, flush=True)
             try:
-                frames.get(timeout=POLL_S)
+                receive(timeout=POLL_S)
                 break
             except queue.Empty:
                 continue
     ray.shutdown()
 
 
+def deploy(parent: Parent, command: DeployFunctions, receive: Callable[..., bytes]) -> None:
+    """Deploy functions, and remove them when the parent asks."""
+    # agents need nothing of it
+    from rollweave.runtime.hosts.on_serve import Functions
+
+    functions = None
+    try:
+        functions = Functions(command)
+        urls = functions.deploy()
+    except ConfigError as error:
+        if functions is not None:
+            functions.remove()
+        parent.send(encode(DeployFailed(error=str(error))))
+        return
+    parent.send(encode(FunctionsDeployed(urls=urls)))
+    receive()
+    functions.remove()
+
+
 def main() -> None:
-    """Serve the parent."""
-    serve(Parent.from_arguments())
+    """Serve the parent, whose first command says what to do."""
+    parent = Parent.from_arguments()
+    receive = parent.queue().get
+    match _decode(receive()):
+        case ConnectRay() as command:
+            keep_agents(parent, command, receive)
+        case DeployFunctions() as command:
+            deploy(parent, command, receive)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The process of one relay: `python -m rollweave.runtime.entrypoints.relay`, started by
-`runtime/links/relay.py`.
+`runtime/supervisors/relays.py`.
 """
 
 import asyncio

@@ -5,8 +5,7 @@ rollweave.runtime.entrypoints.role`, started by `runtime/roles/role.py`.
 import os
 import sys
 
-from rollweave.runtime.roles.loading import load
-from rollweave.runtime.roles.serving import serve_worker
+from rollweave.runtime.roles.serving import load, serve_worker
 
 if __name__ == "__main__":
     serve_worker(load)

@@ -1,5 +1,5 @@
 """The process of one trainer rank: `python -m rollweave.runtime.entrypoints.trainer`,
-started by `runtime/links/trainer.py`.
+started by `runtime/supervisors/trainer_link.py`.
 """
 
 import os
@@ -12,8 +12,8 @@ import torch
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
-from rollweave.runtime.links.trainer import TrainerSpec, serve
 from rollweave.runtime.roles.worker import Worker
+from rollweave.runtime.supervisors.trainer_link import TrainerSpec, serve
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import TrainerError

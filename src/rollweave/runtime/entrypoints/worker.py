@@ -1,5 +1,5 @@
 """The process of one rollout worker: `python -m rollweave.runtime.entrypoints.worker`,
-started by `runtime/links/worker.py`.
+started by `runtime/supervisors/workers.py`.
 """
 
 import asyncio
@@ -10,12 +10,10 @@ from rollweave.envs.tasks import TaskSource
 from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.rollout.worker import RolloutWorker
-from rollweave.runtime.drawing import TaskDrawer
-from rollweave.runtime.episodes import Episodes
-from rollweave.runtime.images import Images, RemoteExchange
+from rollweave.runtime.episodes import Episodes, Images, RemoteExchange
 from rollweave.runtime.loopwatch import COMPONENT, LoopWatch
 from rollweave.runtime.pump import RunClock
-from rollweave.runtime.tasks import Tasks
+from rollweave.runtime.tasks import TaskDrawer, Tasks
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import GrantImage
 from rollweave.schema.rollouts import (

@@ -36,8 +36,7 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.package import VERSION
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.authentication import introduce
-from rollweave.runtime.hosts.hosts import environment
-from rollweave.runtime.hosts.resources import resources
+from rollweave.runtime.hosts.hosts import environment, resources
 from rollweave.schema.errors import HostError, WireError
 from rollweave.schema.hosts import (
     ALIVE_S,

@@ -15,8 +15,7 @@ from typing import Protocol
 from rollweave.io.child import ChildProcess, spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.hosts.hosts import LOOPBACK
-from rollweave.runtime.hosts.resources import resources
+from rollweave.runtime.hosts.hosts import LOOPBACK, resources
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import (

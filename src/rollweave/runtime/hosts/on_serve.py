@@ -3,18 +3,41 @@ rewards, and the serverless methods of roles.
 
 This module runs in a separate process, Ray's driver, which removes the applications at
 the end of the run. If it is killed, they stay on a cluster of the user's, without
-instances, until the run is resumed, which replaces them.
+instances, until the run is resumed, which replaces them. Ray Serve starts an instance
+(`RewardApp`, `RoleApp`) when there are requests, and ends it when there are none.
+
+Invariants: while an instance remembers a key, it computes a request with that key once,
+whether the first request is answered or not; a reward function that fails answers with
+status 422 and the reason, never with a number.
 """
 
+import asyncio
 import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rollweave.envs.threads import EnvThreads
 from rollweave.io.extras import from_extra
 from rollweave.io.sockets import bound_socket
+from rollweave.io.wire import encode
+from rollweave.rollout.driver import EpisodeStopError
+from rollweave.rollout.reward_sources import FunctionReward, RewardCall
 from rollweave.runtime.hosts.on_ray import connect, in_one_line, prepare_environment
-from rollweave.runtime.hosts.reward_app import RewardApp
-from rollweave.runtime.roles.app import RoleApp
+from rollweave.runtime.hosts.user_files import unpack
+from rollweave.runtime.roles.serving import Calls, answer_to, constructor_codec, load
+from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.packing import as_json
+from rollweave.schema.roles import CallMethod
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES
 from rollweave.schema.serverless import DeployedFunction, DeployedRole, DeployFunctions
 
 IDLE_S = 30.0
@@ -120,3 +143,148 @@ def start_here() -> Any:
 def _port() -> int:
     with bound_socket("127.0.0.1", 0) as probe:
         return int(probe.getsockname()[1])
+
+
+REMEMBERED = 10_000
+"""Maximum number of answers that an instance remembers by their keys."""
+
+REMEMBERED_BYTES = 64 << 20
+"""Maximum size in bytes of the remembered answers. The newest is always remembered."""
+
+Answer = tuple[int, bytes]
+"""Status and body."""
+
+
+class UserModules:
+    """The user's modules in a folder of the instance, which can import them."""
+
+    def __init__(self, archive: bytes, digest: bytes) -> None:
+        """Unpack them. Raises HostError."""
+        self.folder = Path(tempfile.mkdtemp(prefix="rollweave-function-"))
+        unpack(archive, digest, self.folder)
+        sys.path.insert(0, str(self.folder))
+
+    def remove(self) -> None:
+        """Remove the folder: the instance ends."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Answers:
+    """The answers of an instance, by the keys of their requests."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[str, asyncio.Task[Answer]] = OrderedDict()
+        """Tasks of answers that are being computed, and answers, the oldest first."""
+        self._bytes = 0
+
+    async def of(self, key: str, compute: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """Return the answer to a key, which is computed if it is not known."""
+        known = self._answers.get(key)
+        if known is None:
+            known = self._answers[key] = asyncio.create_task(compute())
+            known.add_done_callback(self._computed)
+        return await asyncio.shield(known)
+
+    def _computed(self, task: asyncio.Task[Answer]) -> None:
+        """Count an answer, and forget the oldest ones beyond the limits."""
+        self._bytes += _size(task)
+        finished = [key for key, one in self._answers.items() if one.done()]
+        for key in finished[:-1]:
+            if len(self._answers) <= REMEMBERED and self._bytes <= REMEMBERED_BYTES:
+                break
+            self._bytes -= _size(self._answers.pop(key))
+
+
+def _size(task: asyncio.Task[Answer]) -> int:
+    """Return the size in bytes of a computed answer; 0 if its computation failed."""
+    if task.cancelled() or task.exception() is not None:
+        return 0
+    return len(task.result()[1])
+
+
+UNPROCESSABLE = 422
+"""Status of a request that would fail again: no client repeats it."""
+
+
+class RewardApp:
+    """Computes the rewards of one function."""
+
+    def __init__(self, deployed: DeployedFunction, archive: bytes, digest: bytes) -> None:
+        """Unpack the user's modules. Raises HostError."""
+        self._modules = UserModules(archive, digest)
+        config = RewardConfig(
+            name=deployed.name, function=deployed.function, timeout_s=deployed.timeout_s
+        )
+        self._function = FunctionReward(config, threads=EnvThreads())
+        self._answers = Answers()
+
+    def __del__(self) -> None:
+        """Remove the modules. Ray Serve calls this before it ends an instance."""
+        self._modules.remove()
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer a request of Starlette."""
+        from starlette.responses import Response
+
+        status, body = await self.answer(await request.body())
+        return Response(body, status_code=status, media_type="application/json")
+
+    async def answer(self, body: bytes) -> Answer:
+        """Return the answer to a `RewardCall` in JSON."""
+        if len(body) > PAYLOAD_BYTES:
+            return 413, b"too long"
+        try:
+            call = msgspec.json.decode(body, type=RewardCall)
+        except msgspec.DecodeError as error:
+            return 400, str(error).encode()
+        return await self._answers.of(call.key, lambda: self._compute(call))
+
+    async def _compute(self, call: RewardCall) -> Answer:
+        try:
+            return 200, as_json({"reward": await self._function.reward(call.finished)})
+        except EpisodeStopError as error:
+            return UNPROCESSABLE, str(error).encode()
+
+
+class RoleApp:
+    """Executes the serverless methods of one role, one call after the other, like a
+    worker (RollArt §5.2, Listing 1).
+    """
+
+    def __init__(self, role: DeployedRole, archive: bytes, digest: bytes) -> None:
+        """Construct the worker. Raises HostError, ConfigError, and what the
+        constructor raises.
+        """
+        self._modules = UserModules(archive, digest)
+        os.chdir(self._modules.folder)  # a script is named by its path from there
+        kind = load(role.reference)
+        args, kwargs = constructor_codec(kind).decode(role.arguments)
+        self._calls, self._answers = Calls(kind(*args, **kwargs)), Answers()
+        # Once a client has given up on a call, Ray Serve sends the next one.
+        self._one_at_a_time = asyncio.Lock()
+
+    def __del__(self) -> None:
+        """Remove the modules. Ray Serve calls this before it ends an instance."""
+        self._modules.remove()
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer a request of Starlette."""
+        from starlette.responses import Response
+
+        status, body = await self.answer(request.headers[IDEMPOTENCY_KEY], await request.body())
+        return Response(body, status_code=status, media_type="application/octet-stream")
+
+    async def answer(self, key: str, body: bytes) -> Answer:
+        """Return the answer to a `CallMethod`: `Returned` or `Raised`."""
+        try:
+            command = msgspec.msgpack.decode(body, type=CallMethod)
+        except msgspec.DecodeError as error:
+            return 400, str(error).encode()
+        return await self._answers.of(key, lambda: self._execute(command))
+
+    async def _execute(self, command: CallMethod) -> Answer:
+        async with self._one_at_a_time:
+            answer = await asyncio.to_thread(
+                answer_to, command.call, lambda: self._calls.execute(command)
+            )
+        return 200, encode(answer)

@@ -14,7 +14,7 @@ from rollweave.io.child import spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import user_files
-from rollweave.runtime.waiting import name_long_waits
+from rollweave.runtime.tasks import name_long_waits
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, FieldError
@@ -130,7 +130,7 @@ async def on_ray_serve(
 
     process = spawn(
         name="serverless",
-        module="rollweave.runtime.entrypoints.serverless",
+        module="rollweave.runtime.entrypoints.ray",
         log=log,
         env={},
         on_frame=on_frame,

@@ -21,6 +21,7 @@ from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
+from rollweave.runtime.metrics import missing_sinks
 from rollweave.runtime.preflight import examiner
 from rollweave.runtime.preflight.checks import (
     FORCED,
@@ -50,7 +51,6 @@ from rollweave.runtime.preflight.model import (
 from rollweave.runtime.preflight.site import Site
 from rollweave.runtime.processes import engine_spec
 from rollweave.runtime.recover import lost, rebuild
-from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.conflicts import without_effect

@@ -1,5 +1,5 @@
-"""Check environments, which are the user's code: every call is guarded, and limited in
-time.
+"""Check environments, which are the user's code, and the images that the tasks name:
+every call of the user's code is guarded, and limited in time.
 """
 
 import asyncio
@@ -11,8 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.error import HTTPError
 
 import msgspec
 
@@ -26,9 +28,12 @@ from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
 from rollweave.rollout.reward_sources import reference_in, reward_function
-from rollweave.runtime.images import Images
-from rollweave.runtime.preflight.checks import Check, fail, failures, ok, warn
-from rollweave.runtime.preflight.images import examine_images
+from rollweave.runtime.episodes import Images, cache_folder
+from rollweave.runtime.hosts import user_files
+from rollweave.runtime.preflight.checks import Check, Status, fail, failures, ok, warn
+from rollweave.sandbox import image_reference
+from rollweave.sandbox.blobs import ROUTE, Source, read_text
+from rollweave.sandbox.image_reference import BACKENDS, Reference
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
@@ -422,3 +427,71 @@ def _guarded(call: Callable[[], T], rule: str, limit_s: float = PATIENCE_S) -> T
 
 def _first_paragraph(method: Callable[..., Any]) -> str:
     return " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split())
+
+
+SHOWN = 5
+"""Maximum number of images of a task domain that are listed."""
+
+CHECKED = 100
+"""Maximum number of images of a task domain that are checked: each may cost a
+request.
+"""
+
+
+def examine_images(config: RunConfig, index: int, images: Sequence[str]) -> Iterator[Check]:
+    """Check the images of task domain number `index`."""
+    where, backend = f"tasks.{index} image", config.sandbox.backend or BACKENDS[0]
+    if not images:
+        return
+    if backend not in BACKENDS:
+        yield fail(
+            "sandbox.backend",
+            f"must be {' or '.join(BACKENDS)} for the image {images[0]}, got {backend}",
+        )
+        return
+    failed = shown = 0
+    for image in images[:CHECKED]:
+        check = _check(config, where, image)
+        failed += check.status is Status.FAIL
+        if (check.status is Status.FAIL and failed <= SHOWN) or shown < SHOWN:
+            shown += 1
+            yield check
+    if (more := len(images) - shown) > 0:
+        yield (fail if failed > SHOWN else ok)(where, f"and {more} more")
+
+
+def _check(config: RunConfig, where: str, image: str) -> Check:
+    remote = config.cluster is not None and config.workers.count > 0
+    try:
+        reference = image_reference.parse(image, Path.cwd())
+        if remote:
+            user_files.check_image(image, reference)
+        detail = image_reference.check(reference)
+    except ConfigError as error:
+        if remote and image.startswith("/"):
+            return warn(where, f"not checked, since it need not be on this machine: {error}")
+        return fail(where, str(error).removeprefix("image "))
+    if reference.digest:
+        return _check_source(config, where, reference, remote=remote)
+    return ok(where, detail)
+
+
+def _check_source(config: RunConfig, where: str, reference: Reference, *, remote: bool) -> Check:
+    """Check that the cache or the mirror has an image of this digest."""
+    digest, mirror = reference.digest, config.sandbox.mirror
+    folder = cache_folder()
+    if (folder / "roots" / digest).is_dir():
+        return ok(where, f"{reference.text} is in {folder}")
+    if mirror is None:
+        problem = f"must be in {folder}, or in a sandbox.mirror, got {reference.text}"
+    else:
+        try:
+            if read_text(Source(url=mirror), ROUTE + digest) is not None:
+                return ok(where, f"{reference.text} from {mirror}")
+            return fail(where, f"must be in the mirror {mirror}, got {reference.text}")
+        except HTTPError as error:
+            phrase = HTTPStatus(error.code).phrase
+            problem = f"sandbox.mirror {mirror} answered {error.code} {phrase}"
+        except OSError as error:
+            problem = f"sandbox.mirror {mirror} must be reachable, got {error}"
+    return (warn if remote else fail)(where, problem)

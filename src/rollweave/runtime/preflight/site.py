@@ -10,8 +10,8 @@ from rollweave.core.mechanisms.membership.bindings import one_machine
 from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.io.machine import cores, gpu_memory, memory_bytes
 from rollweave.runtime.hosts.cluster import slot_of
+from rollweave.runtime.hosts.hosts import devices as gpus
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.checks import Check, fail, warn
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig

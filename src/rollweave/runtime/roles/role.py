@@ -1,5 +1,9 @@
 """A role of the user's program: it places the workers on hosts, starts them as a group,
 and calls them in the mode that each method declares (RollArt §5.1, §5.2).
+
+Instances on Ray Serve (`runtime/hosts/on_serve.py`) execute its serverless methods.
+Invariant: such a call returns, or raises `WorkerError`, within its limit; the workers
+of the role do not end because of it.
 """
 
 import asyncio
@@ -11,25 +15,89 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import msgspec
+
 from rollweave.core.policy.binding import Binding, Demand, bind
 from rollweave.core.policy.pools import empty_pools
+from rollweave.engine.clients.responses import ResponseError
+from rollweave.io.wire import encode
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.hosts.cluster import GatheredHosts, slot_of
-from rollweave.runtime.hosts.permissions import Hosted
-from rollweave.runtime.hosts.resources import resources as resources_here
+from rollweave.rollout.http_service import HttpService, ServiceError
+from rollweave.runtime.hosts.cluster import GatheredHosts, Hosted, slot_of
+from rollweave.runtime.hosts.hosts import resources as resources_here
 from rollweave.runtime.hosts.serverless import on_ray_serve
 from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
-from rollweave.runtime.roles.serverless import ServerlessMethods
+from rollweave.runtime.roles.serving import method_codec
 from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, declarations
-from rollweave.runtime.tasks import Tasks
-from rollweave.runtime.waiting import name_long_waits
+from rollweave.runtime.tasks import Tasks, name_long_waits
 from rollweave.schema.base import Struct
 from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import MAX_THREADS, HostSlot, Program, Resources, Share
-from rollweave.schema.roles import Arguments
+from rollweave.schema.roles import (
+    Arguments,
+    CallMethod,
+    Raised,
+    Returned,
+    WorkerError,
+    WorkerFailure,
+)
+from rollweave.schema.rollouts import PAYLOAD_BYTES
 from rollweave.schema.serverless import DeployedRole
+
+UNAVAILABLE = "ServiceError"
+"""Kind of the failure of a call that no instance has answered."""
+
+_decode: "msgspec.msgpack.Decoder[Returned | Raised]" = msgspec.msgpack.Decoder(Returned | Raised)
+
+
+def _read(answer: bytes) -> Returned | Raised:
+    try:
+        return _decode.decode(answer)
+    except msgspec.DecodeError as error:
+        raise ResponseError(f"its answer must be a result: {error}") from error
+
+
+class ServerlessMethods:
+    """The methods of role `name` at `url`."""
+
+    def __init__(self, name: str, worker: type[Worker], url: str) -> None:
+        self._name, self._worker, self._url = name, worker, url
+        self._services: dict[float, HttpService] = {}
+
+    async def call(self, method: str, arguments: Arguments, *, within_s: float) -> object:
+        """Call a method, and return its result. Raises WorkerError and TypeError."""
+        service = self._service(within_s)
+        body = encode(CallMethod(call=1, method=method, arguments=arguments))
+        try:
+            report = await service.ask("", body, key=uuid.uuid4().hex, read=_read)
+        except ServiceError as error:
+            report = Raised(call=1, kinds=(UNAVAILABLE,), text=str(error))
+        if isinstance(report, Returned):
+            return method_codec(self._worker, method).decode_result(report.value)
+        failure = WorkerFailure(rank=0, kinds=report.kinds, text=report.text, place=report.place)
+        raise WorkerError(f"{self._name}.{method} on Ray Serve:", [failure])
+
+    def _service(self, within_s: float) -> HttpService:
+        """Return the service for calls with this limit."""
+        if within_s not in self._services:
+            self._services[within_s] = HttpService(
+                f"role {self._name}",
+                self._url,
+                answer="result",
+                token="",
+                timeout_s=within_s,
+                clock=asyncio.get_running_loop().time,
+                payload_bytes=PAYLOAD_BYTES,
+                callers=("call waits", "calls wait"),
+            )
+        return self._services[within_s]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for service in self._services.values():
+            await service.close()
 
 
 class WorkerResources(Struct, frozen=True, kw_only=True):

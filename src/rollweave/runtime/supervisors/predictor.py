@@ -23,8 +23,7 @@ import msgspec
 
 from rollweave.io.child import spawn
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.links.process import Link
-from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
+from rollweave.runtime.supervisors.supervisor import Link, Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.errors import WireError

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from rollweave.record.store import StoredAttempt, StoreError, TrajectoryStore
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.runtime.checkpoints import Checkpoints
-from rollweave.runtime.links.trainer import TrainerBackend, TrainerLostError, TrainerRefusedError
 from rollweave.runtime.pump import PostEvent
 from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
+from rollweave.runtime.supervisors.trainer_link import (
+    TrainerBackend,
+    TrainerLostError,
+    TrainerRefusedError,
+)
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import (
     GroupRef,

@@ -1,24 +1,33 @@
-"""Execute the core's commands about rollout workers, and report the results.
+"""Execute the core's commands about rollout workers, and report the results; and the
+link to the process of one worker, on this host or another.
 
 Invariants: those of `runtime/supervisors/supervisor.py`; the ends of a lost worker's
-attempts are stored before its loss is reported; a requested task is drawn even if the
-worker that was to draw it is lost.
+attempts are stored before its loss is reported, and no report is delivered after it; a
+requested task is drawn even if the worker that was to draw it is lost.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from rollweave.core.policy.images import Grants, ImageDirectory
 from rollweave.core.policy.waiting import Wait
+from rollweave.io.child import Spawn
+from rollweave.io.wire import decoder_of, encode
 from rollweave.record.trace import WORKERS, Trace
 from rollweave.rollout.pipeline import Pipeline
-from rollweave.runtime.links.worker import OnReport, WorkerLink
-from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
+from rollweave.runtime.supervisors.supervisor import (
+    ProcessLink,
+    Supervised,
+    Supervisor,
+    until_lost,
+)
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, RemoveWorker, RestartWorker, Warn
+from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
     DrawFailed,
     Event,
@@ -29,13 +38,100 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.images import AskImage, HoldImage, ImageWait, MissImage
 from rollweave.schema.rollouts import (
+    BEAT_S,
     PhaseEnded,
+    RolloutWorkerCommand,
     ServiceWait,
+    StopRolloutWorker,
     WorkerBeat,
     WorkerReady,
     WorkerReport,
+    WorkerSpec,
     WorkerWarned,
 )
+
+SILENT_S = 30.0
+"""Seconds without a heartbeat after which a worker counts as lost, and is killed:
+longer than code of an environment should ever block the event loop.
+"""
+
+CLOSE_S = 8.0
+"""Maximum time for a worker to end its attempts and sandboxes, in seconds."""
+
+_decode = decoder_of(WorkerReport)
+
+
+class RolloutWorkerLostError(RollweaveError):
+    """The worker's process has ended, or was killed because it was silent."""
+
+
+OnReport = Callable[[WorkerReport], None]
+
+
+class WorkerLink(ProcessLink[WorkerReady]):
+    """The link to one worker, a process whose first frame is a `WorkerSpec`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        on_report: OnReport,
+        *,
+        spawn: Spawn,
+        log: Path,
+        start_s: float,
+        silent_s: float | None = None,
+    ) -> None:
+        super().__init__(
+            "worker",
+            spec.id,
+            spec,
+            spawn=spawn,
+            log=log,
+            start_s=start_s,
+            stop=StopRolloutWorker(),
+            close_s=CLOSE_S,
+            lost_error=RolloutWorkerLostError,
+        )
+        self._on_report = on_report
+        self._silent_s = silent_s if silent_s is not None else SILENT_S
+        self.failure: Exception | None = None
+        """The exception that the handling of a report raised; the worker was then
+        killed.
+        """
+        self._missed = 0
+        """Number of missed heartbeats in a row."""
+        self._received = False
+        """True if a frame has arrived since the last tick."""
+
+    def send(self, command: RolloutWorkerCommand) -> None:
+        """Send a command, in order. It is dropped if the worker is gone."""
+        if not self.lost.done():
+            self._child.send(encode(command))
+
+    def _on_frame(self, payload: bytes) -> None:
+        self._received = True
+        report = _decode(payload)
+        if isinstance(report, WorkerReady):
+            self._timer.cancel()
+            self._tick()
+            if not self._ready.done():
+                self._ready.set_result(report)
+            return
+        try:
+            self._on_report(report)
+        except Exception as error:
+            self.failure = self.failure or error
+            self._give_up(f"sent a report that cannot be handled: {error}")
+
+    def _tick(self) -> None:
+        """Count a missed heartbeat, unless a frame has arrived since the last tick."""
+        self._missed = 0 if self._received else self._missed + 1
+        self._received = False
+        if self._missed * BEAT_S >= self._silent_s:
+            self._give_up(f"sent nothing for {self._silent_s:g} s")
+            return
+        self._timer = self._loop.call_later(BEAT_S, self._tick)
+
 
 MakeWorker = Callable[[str, int, OnReport], WorkerLink]
 """Starts the process of a worker on the host of this number. Raises OSError."""

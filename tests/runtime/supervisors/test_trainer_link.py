@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import child_of
-from rollweave.runtime.links.trainer import (
+from rollweave.runtime.roles.group import WorkerPlace
+from rollweave.runtime.supervisors.trainer_link import (
     ProcessTrainer,
     ThreadTrainer,
     TrainerBackend,
@@ -18,7 +19,6 @@ from rollweave.runtime.links.trainer import (
     TrainerRefusedError,
     TrainerSpec,
 )
-from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.schema.training import (
     Copied,
     Publish,

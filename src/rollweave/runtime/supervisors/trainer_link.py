@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import msgspec
 
 from rollweave.io.wire import encode
-from rollweave.runtime.links.process import Link
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.serving import constructor_codec, serve_worker
 from rollweave.runtime.roles.worker import Worker, register
+from rollweave.runtime.supervisors.supervisor import Link
 from rollweave.runtime.tasks import on_thread
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError, TrainerError

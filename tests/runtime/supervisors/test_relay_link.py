@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import child_of
-from rollweave.runtime.links.relay import (
+from rollweave.runtime.supervisors.relays import (
     SUSPECT_BEATS,
     OnStalled,
     OnSuspected,
-    ProcessRelay,
+    RelayLink,
     RelayLostError,
 )
 from rollweave.schema.weights import (
@@ -34,12 +34,12 @@ from rollweave.weights.transport import KeepAlive, Raw, Request
 from tests.support.weight_host import KIB, Memory, tapped, versions
 
 ROOT = Path(__file__).parents[3]
-Start = Callable[..., ProcessRelay]
+Start = Callable[..., RelayLink]
 
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    relays: list[ProcessRelay] = []
+    relays: list[RelayLink] = []
 
     def one(
         number: int,
@@ -49,7 +49,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         silent_s: float = 20.0,
         module: str = "rollweave.runtime.entrypoints.relay",
         file_bytes: int | None = None,
-    ) -> ProcessRelay:
+    ) -> RelayLink:
         spec = RelaySpec(id=f"r{number}", host=f"127.0.0.{number + 1}")
         env = {"OMP_NUM_THREADS": "1"}
         if file_bytes is not None:
@@ -57,7 +57,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         log = tmp_path / f"r{number}.log"
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
         relays.append(
-            ProcessRelay(
+            RelayLink(
                 spec,
                 suspected,
                 stalled,
@@ -78,7 +78,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def take(
-    relay: ProcessRelay,
+    relay: RelayLink,
     manifest: WeightManifest,
     source: RelayAddress | None = None,
     *,

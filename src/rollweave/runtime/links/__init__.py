@@ -1,1 +1,0 @@
-"""Connections from the controller to its trainer ranks, relays and rollout workers."""
