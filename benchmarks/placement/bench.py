@@ -29,8 +29,13 @@ from benchmarks.placement.drawn import (
 )
 from benchmarks.placement.whole_lists import allocate, by_length, place
 from rollweave.core.mechanisms.costs.interference import CostTable
-from rollweave.core.mechanisms.costs.placement import ByTable, Placement, Problem, in_order
-from rollweave.core.mechanisms.placement.policy.allocation import Allocation
+from rollweave.core.mechanisms.costs.placement import (
+    Allocation,
+    ByTable,
+    Placement,
+    Problem,
+    in_order,
+)
 from rollweave_papers.heddle_placement import anneal, place_dp
 
 CASES = (

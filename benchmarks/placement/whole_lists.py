@@ -14,12 +14,13 @@ from rollweave.core.mechanisms.costs.interference import (
     limited_step_times,
 )
 from rollweave.core.mechanisms.costs.placement import (
+    Allocation,
     ByTable,
     Placement,
+    allocate_groups,
     check_workers,
     place_groups,
 )
-from rollweave.core.mechanisms.placement.policy.allocation import Allocation, allocate_groups
 from rollweave.schema.events import StepTime
 
 

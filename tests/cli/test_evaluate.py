@@ -8,7 +8,7 @@ import pytest
 
 from rollweave.cli import evaluate
 from rollweave.cli.evaluate import evaluation_config, half_width, step_of_run
-from rollweave.core.reading.accounting import Account
+from rollweave.core.reading.status import Account
 from rollweave.record.summary import Summary
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollweave.core.core import Core
 from rollweave.core.kernel import HANDLERS
 from rollweave.core.mechanisms import MECHANISMS
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import work_of
 from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -3,8 +3,8 @@
 import pytest
 
 from rollweave.core import engines
-from rollweave.core.mechanisms.membership import joining
-from rollweave.core.mechanisms.placement.state import Partition
+from rollweave.core.mechanisms import membership
+from rollweave.core.mechanisms.placement.assignment import Partition
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
@@ -151,26 +151,26 @@ def test_news_of_a_former_life_is_ignored() -> None:
 
 def test_an_engine_that_leaves_drains_and_is_removed_when_it_is_idle() -> None:
     run = serving()
-    joining.on_withdrawn(run, e.EngineWithdrawn(engine_id=E0, drain=True))
+    membership.on_withdrawn(run, e.EngineWithdrawn(engine_id=E0, drain=True))
     engine = run.state.engines[E0]
     assert (engine.leaving, engine.draining) == (True, False)
     (only,) = members(run)
     run.fleet.occupy(engine, only.id, only.open_turn)
-    joining.remove_drained(run)
+    membership.remove_drained(run)
     assert engine.draining
     assert E0 in run.state.engines
     run.fleet.vacate(engine, only.id, only.open_turn)
-    joining.remove_drained(run)
+    membership.remove_drained(run)
     assert list(run.state.engines) == [E1]
     assert [command.reason for command in of(run, c.RemoveEngine)] == ["it was withdrawn"]  # type: ignore[attr-defined]
 
 
 def test_the_last_engine_stays_although_it_was_to_leave() -> None:
     run = serving()
-    joining.on_withdrawn(run, e.EngineWithdrawn(engine_id=E0, drain=True))
+    membership.on_withdrawn(run, e.EngineWithdrawn(engine_id=E0, drain=True))
     del run.state.engines[E1]
     run.fleet_changed()
-    joining.remove_drained(run)
+    membership.remove_drained(run)
     engine = run.state.engines[E0]
     assert (engine.leaving, engine.draining) == (False, False)
     assert run.state.counters.watchdog == {"engine_stays": 1}
@@ -179,8 +179,8 @@ def test_the_last_engine_stays_although_it_was_to_leave() -> None:
 
 def test_an_engine_of_another_degree_is_removed_by_the_plan() -> None:
     run = serving()
-    joining.drain(run, run.state.engines[E0])
-    joining.remove_drained(run)
+    membership.drain(run, run.state.engines[E0])
+    membership.remove_drained(run)
     assert list(run.state.engines) == [E1]
     assert run.state.counters.engines_left == 0
     (removed,) = of(run, c.RemoveEngine)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core import evaluation, training
+from rollweave.core.evaluation import is_better, measure, reaches
 from rollweave.core.mechanisms.versions import binding
 from rollweave.core.run import Run
 from rollweave.core.state import Best, EngineStatus, GroupStatus, Trajectory
@@ -468,3 +469,40 @@ def test_without_episodes_no_evaluation_is_due() -> None:
     run = running(5, eval={"every": 1, "episodes": 2})
     assert evaluation.is_due(run, 1)
     assert not evaluation.is_due(running(5, eval={"every": 1, "episodes": 0}), 1)
+
+
+SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
+EVALUATION = st.fixed_dictionaries({"a": SHARES, "b": SHARES})
+
+
+@given(
+    evaluations=st.lists(st.tuples(EVALUATION, EVALUATION), min_size=1, max_size=9),
+    defining=st.sets(st.sampled_from("ab")),
+)
+def test_the_best_is_the_newest_of_the_greatest(
+    evaluations: list[tuple[dict[str, float], dict[str, float]]], defining: set[str]
+) -> None:
+    best: float | None = None
+    chosen = -1
+    for number, (success, reward) in enumerate(evaluations):
+        measured = measure(success, reward, defining)
+        if is_better(measured, best):
+            best, chosen = measured, number
+    figures = [
+        sum((success if name in defining else reward)[name] for name in "ab")
+        for success, reward in evaluations
+    ]
+    assert chosen == max(range(len(figures)), key=lambda number: (figures[number], number))
+
+
+def test_a_domain_that_never_reports_success_has_not_succeeded() -> None:
+    assert measure({}, {"a": 5.0}, {"a"}) == 0.0
+    assert measure({}, {"a": -5.0}, ()) == -5.0
+    with pytest.raises(ValueError, match="at least one task domain"):
+        measure({}, {}, ())
+
+
+def test_a_target_needs_the_success_of_every_domain() -> None:
+    assert reaches({"a": 0.5, "b": 0.6}, ["a", "b"], 0.5)
+    assert not reaches({"a": 0.4, "b": 1.0}, ["a", "b"], 0.5)
+    assert not reaches({"a": 1.0}, ["a", "b"], 0.0)

@@ -1,16 +1,21 @@
 """A new world: what was under way starts again, and the loss is counted against it."""
 
+import itertools
+
 import pytest
 
 from rollweave.core import continuation, recovery, training, trajectories, turns
+from rollweave.core.continuation import may_continue, surviving_version
 from rollweave.core.mechanisms.lengths.index import reindex
 from rollweave.core.mechanisms.relays import fetching
+from rollweave.core.policy.modes import preset
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Kept, Phase, Stage, TrainerStatus, Turn
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.support.states import E0, members, running
 
@@ -294,3 +299,47 @@ def test_only_what_the_loss_of_the_trainer_dropped_is_reported() -> None:
     run.state.trainer.status, run.state.counters.cancelled = TrainerStatus.STARTING, 9
     training.on_ready(run, e.TrainerReady(epoch=0, step=0))
     assert not [command for command in run.out if isinstance(command, c.Warn)]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "warms_up", "version"),
+    [(7, False, 7), (7, True, 7), (0, True, 0), (None, False, 0), (None, True, -1)],
+)
+def test_weights_after_the_checkpoint_are_lost(
+    checkpoint: int | None, warms_up: bool, version: int
+) -> None:
+    assert surviving_version(checkpoint, warms_up=warms_up) == version
+
+
+@pytest.mark.parametrize("name", ModeName)
+def test_an_attempt_continues_within_the_window(name: ModeName) -> None:
+    mode = preset(name, alpha=2)
+    windows = {"sync": 0, "one_step": 1, "stream": 1, "partial": 2, "bounded": 2}
+    for initiated, launch, ahead in itertools.product(range(6), range(6), range(4)):
+        trained_at = launch + ahead
+        if name is ModeName.DECOUPLED:
+            expected = initiated == launch and ahead <= 2
+        else:
+            expected = initiated <= launch and trained_at - initiated <= windows[name]
+        assert expected == may_continue(
+            initiated, launch=launch, next_version=trained_at, mode=mode, purpose=Purpose.TRAIN
+        ), (initiated, launch, trained_at)
+
+
+@pytest.mark.parametrize("name", ModeName)
+def test_only_training_bounds_the_staleness_of_what_continues(name: ModeName) -> None:
+    """An episode has the one version that is evaluated."""
+    mode = preset(name, alpha=1)
+    for initiated, launch in itertools.product(range(4), range(4)):
+        episode, rollout = (
+            may_continue(initiated, launch=launch, next_version=9, mode=mode, purpose=purpose)
+            for purpose in (Purpose.EVAL, Purpose.SERVE)
+        )
+        assert (episode, rollout) == (initiated == launch, True)
+
+
+def test_decoupled_without_a_maximum_age_needs_only_the_same_weights() -> None:
+    mode = preset(ModeName.DECOUPLED)
+    train = Purpose.TRAIN
+    assert may_continue(2, launch=2, next_version=99, mode=mode, purpose=train)
+    assert not may_continue(2, launch=3, next_version=3, mode=mode, purpose=train)

@@ -18,8 +18,8 @@ from rollweave.core.state import (
     Trajectory,
     Turn,
 )
-from rollweave.core.timer import CHECKS_PER_LIMIT, MIN_PERIOD_S
 from rollweave.core.trajectories import on_delayed
+from rollweave.core.turns import CHECKS_PER_LIMIT, MIN_PERIOD_S
 from rollweave.core.watchdog import DRAW_S, GRACE_S
 from rollweave.schema import commands as c
 from rollweave.schema.base import GroupId, TaskId

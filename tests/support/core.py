@@ -7,7 +7,7 @@ from unittest import mock
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
-from rollweave.core.policy.disaggregation import PrefillSite
+from rollweave.core.policy.routing import PrefillSite
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -165,7 +165,7 @@ def always_split() -> Iterator[None]:
         return sites[0].id if sites else None
 
     with (
-        mock.patch("rollweave.core.mechanisms.phases.prompts.prefill_site", first),
-        mock.patch("rollweave.core.mechanisms.phases.prompts.LEAST_TOKENS", 1),
+        mock.patch("rollweave.core.mechanisms.phases.prefill_site", first),
+        mock.patch("rollweave.core.mechanisms.phases.LEAST_TOKENS", 1),
     ):
         yield

@@ -3,8 +3,7 @@
 from typing import Any
 
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.lengths.index import reindex
-from rollweave.core.mechanisms.lengths.state import DomainLengths, Lengths, Work
+from rollweave.core.mechanisms.lengths.index import DomainLengths, Lengths, Work, reindex
 from rollweave.core.mechanisms.relays.state import Relay, part_of
 from rollweave.core.run import Run
 from rollweave.core.state import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollweave.core.reading.accounting import Account
+from rollweave.core.reading.status import Account
 from rollweave.core.state import Evaluations, State
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import Ended, Scored, TrajectoryStore

@@ -1,18 +1,52 @@
 """Attempts that continue after the loss of their worker or of the controller: which of
 them, and from which tokens (docs/decisions/0007).
 
-One rule holds for attempts of every purpose. Invariant: a trajectory has `kept` only
-between the loss of an attempt and the launch of its next one.
+The environment of such an attempt is gone and starts again; only the sampled tokens may
+be kept (Laminar §3.2, §3.3 keep them when an engine is lost). The staleness of a
+continued attempt is counted from its first launch, so a continuation is nothing but a
+long pause. One rule holds for attempts of every purpose. Invariant: a trajectory has
+`kept` only between the loss of an attempt and the launch of its next one.
 """
 
 from collections.abc import Collection
 
-from rollweave.core.policy.continuation import may_continue, surviving_version
+from rollweave.core.policy.modes import Mode, acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Kept, Stage, State, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Continuation, Evict
 from rollweave.schema.work import Purpose
+
+
+def surviving_version(checkpoint: int | None, *, warms_up: bool) -> int:
+    """Return the newest version that a restored trainer has or had; -1 if no version is
+    certain. Later versions belong to a lost lineage: their numbers will mean other
+    weights. Without a checkpoint the trainer begins again, with the same weights unless
+    it warms up.
+    """
+    if checkpoint is not None:
+        return checkpoint
+    return -1 if warms_up else 0
+
+
+def may_continue(
+    initiated: int, *, launch: int, next_version: int, mode: Mode, purpose: Purpose
+) -> bool:
+    """True if an attempt that began under version `initiated` may continue under
+    `launch`, in time for a step that starts from `next_version`.
+
+    An episode of an evaluation has one version, and so has a trajectory of mode
+    decoupled. In mode sync the window has the same effect: an attempt continues only if
+    no step was lost or trained since it began. A service bounds no staleness: it
+    returns the version of each token.
+    """
+    if purpose is Purpose.SERVE:
+        return True
+    if purpose is Purpose.EVAL:
+        return initiated == launch
+    if mode.independent_updates and initiated != launch:
+        return False
+    return initiated <= launch and acceptable(initiated, next_version, mode.window)
 
 
 def continuable(state: State) -> list[tuple[TrajectoryId, int, str]]:

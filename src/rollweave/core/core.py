@@ -44,9 +44,8 @@ engines (`dispatching`), rewards come (`trajectories`), the group is complete an
 buffered (`groups`), the trainer takes a batch (`training`), publishes its weights, and
 engines load them (`weight_updates`). How far rollouts run ahead, and when engines
 update, is one `Pacing` (`core/pacing`). `examples/one_step.py` drives these by hand.
-The sub-machines ask pure functions for their decisions, one in each file of
-`core/policy`: `staleness` says what may still be trained on, `routing` which engine
-gets a turn. Rewards are computed by worlds (`rollout/reward_sources`), not here.
+The sub-machines ask pure functions for their decisions, most of them in `core/policy`:
+`modes` says what may still be trained on, `routing` which engine gets a turn. Rewards are computed by worlds (`rollout/reward_sources`), not here.
 
 Mechanisms (`core/mechanisms`) are optional behaviors, without which a run trains, too:
 each has its state (a part of the snapshot), handlers, steps, invariants and waits in a
@@ -70,9 +69,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from rollweave.core.kernel import Kernel
 from rollweave.core.mechanisms import MECHANISMS
 from rollweave.core.policy.waiting import Wait
-from rollweave.core.reading.accounting import Account, account
 from rollweave.core.reading.checks import check
-from rollweave.core.reading.status import status
+from rollweave.core.reading.status import Account, account, status
 from rollweave.core.reading.waits import waits
 from rollweave.schema.status import RunStatus
 

@@ -21,7 +21,7 @@ class SchedulingCounters(msgspec.Struct):
     queue_s: float = 0.0  # seconds for which turns waited, in the core or on their engine
     reallocations: int = 0
     released: int = 0  # engines freed by consolidation
-    moved_domains: int = 0  # changes of a domain's shares of pools (mechanisms/pools/learning)
+    moved_domains: int = 0  # changes of a domain's shares of pools (mechanisms/pools)
     repacked: int = 0  # trajectories moved by consolidation
     split_turns: int = 0  # whose prompts were given to prefill engines
     split_tokens: int = 0  # that these have computed

@@ -12,9 +12,8 @@ has no other turn.
 
 from collections.abc import Mapping
 
-from rollweave.core.policy.affinity import serving_pool
-from rollweave.core.policy.priority import is_overdue, overdue_rank
-from rollweave.core.policy.routing import EngineLoad, choose
+from rollweave.core.policy.routing import EngineLoad, choose, serving_pool
+from rollweave.core.policy.scheduling import is_overdue, overdue_rank
 from rollweave.core.run import EngineMove, Run, TurnMove
 from rollweave.core.state import Engine, OnEngine, Queued, Suspected, Trajectory, Turn
 from rollweave.core.turn_queues import QueuedTurn, QueueKey

@@ -8,12 +8,15 @@ checkpoint and may end the run; the final one, on separate tasks, is the result.
 An evaluation that is under way when the controller is lost is suspended: it continues
 once its version is to be evaluated again, with the results that it has. If another
 version is to be, it is abandoned.
+
+A task domain is measured by its success rate if its environment defines success,
+otherwise by its mean reward. Success is never derived from a reward: only the
+environment knows what a reward of 0.3 means.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rollweave.core import groups, trajectories
-from rollweave.core.policy.selection import is_better, measure, reaches
 from rollweave.core.run import Run
 from rollweave.core.state import (
     Best,
@@ -27,6 +30,34 @@ from rollweave.core.state import (
 from rollweave.schema.commands import MarkBest, RecordEvaluation
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.work import Purpose, StopReason
+
+Rates = Mapping[str, float]
+"""A number for each task domain."""
+
+
+def measure(success: Rates, reward: Rates, defining: Collection[str]) -> float:
+    """Return the mean over the task domains in `reward`: the success rate of domains in
+    `defining` (0 if absent), the reward of other domains. Raises ValueError without a
+    domain.
+    """
+    if not reward:
+        raise ValueError("reward must have at least one task domain, got none")
+    return sum(
+        success.get(name, 0.0) if name in defining else value for name, value in reward.items()
+    ) / len(reward)
+
+
+def is_better(new: float, best: float | None) -> bool:
+    """True if an evaluation of measure `new` replaces the best one so far.
+
+    Of equal evaluations the newest is the best.
+    """
+    return best is None or new >= best
+
+
+def reaches(success: Rates, tasks: Sequence[str], target: float) -> bool:
+    """True if every task domain has a success rate, and none is below `target`."""
+    return all(success.get(name, -1.0) >= target for name in tasks)
 
 
 def is_due(run: Run, step: int) -> bool:

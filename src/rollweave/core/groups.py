@@ -1,7 +1,7 @@
 """Groups: drawn, launched, completed, buffered, dropped. A group is the unit that is
 trained on together.
 
-Invariant (`reading/accounting`): every training trajectory that was started is trained,
+Invariant (`reading/status`): every training trajectory that was started is trained,
 dropped for a named reason, cancelled, buffered or in flight. Only scored members of
 complete groups enter the buffer; a dropped group takes all its members with it. A
 member that is too old leaves its group, if enough others stay.
@@ -10,7 +10,7 @@ member that is too old leaves its group, if enough others stay.
 from collections.abc import Mapping, Sequence
 
 from rollweave.core import attempts, trajectories
-from rollweave.core.policy.mixture import next_domain
+from rollweave.core.policy.modes import acceptable
 from rollweave.core.policy.redundancy import (
     MIN_MEMBERS,
     GroupDecision,
@@ -18,8 +18,8 @@ from rollweave.core.policy.redundancy import (
     is_barren,
     is_spent,
     learned_spare_groups,
+    next_domain,
 )
-from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.schema.base import GroupId, TrajectoryId

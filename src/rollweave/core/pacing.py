@@ -9,9 +9,8 @@ never which mode it is.
 from collections.abc import Iterator
 
 from rollweave.core import evaluation, weights
-from rollweave.core.policy.modes import update_now
+from rollweave.core.policy.modes import acceptable, update_now
 from rollweave.core.policy.redundancy import capacity
-from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Pacing, Run
 from rollweave.core.state import Engine, EngineStatus, Trajectory
 from rollweave.schema.base import GroupId

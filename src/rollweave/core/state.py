@@ -206,7 +206,7 @@ class Seat(msgspec.Struct):
     group: int = 0  # index in the configuration's engines
     host: int = 0
     devices: tuple[int, ...] = ()
-    pool: str = ""  # through which it found its place (core/policy/affinity)
+    pool: str = ""  # through which it found its place (core/policy/routing)
     phase: EnginePhase = "both"  # parts of turns that it computes (mechanisms/phases)
 
 

@@ -8,8 +8,7 @@ damaged. A version is published once its step is complete.
 """
 
 from rollweave.core import continuation, evaluation, groups, lifecycle, weights
-from rollweave.core.policy.checkpoints import CHECKPOINT_S, checkpoint_is_due
-from rollweave.core.policy.staleness import acceptable, staleness
+from rollweave.core.policy.modes import acceptable, staleness
 from rollweave.core.run import Run, TrainerMove
 from rollweave.core.state import EngineStatus, Group, GroupStatus, Phase, TrainerStatus
 from rollweave.schema.commands import (
@@ -32,6 +31,23 @@ from rollweave.schema.events import (
     TrainFailed,
     WeightsPublished,
 )
+
+CHECKPOINT_S = 30.0
+"""Minimum seconds between checkpoints by time."""
+
+COST_SHARE = 0.05
+"""Maximum share of the time spent writing checkpoints."""
+
+
+def checkpoint_is_due(since_s: float, *, every_s: float, last_s: float) -> bool:
+    """True if a checkpoint is due `since_s` seconds after the last checkpoint was
+    requested, which took `last_s` to write. `every_s` is the wanted interval; 0 asks
+    for no checkpoints. Raises ValueError for negative seconds.
+    """
+    for name, seconds in (("every_s", every_s), ("last_s", last_s)):
+        if seconds < 0:
+            raise ValueError(f"{name} must be at least 0, got {seconds}")
+    return every_s > 0 and since_s >= max(every_s, last_s / COST_SHARE)
 
 
 def _enter(run: Run, status: TrainerStatus) -> None:

@@ -8,8 +8,8 @@ closes, so what the world holds never exceeds the slots.
 
 from rollweave.core import attempts, continuation
 from rollweave.core.attempts import find, move, release_turn
+from rollweave.core.policy.modes import staleness
 from rollweave.core.policy.retry import DETERMINISTIC, MAX_WORLDS_LOST, is_broken
-from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Failure, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId

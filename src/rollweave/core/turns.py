@@ -10,8 +10,8 @@ them to engines.
 
 import math
 
-from rollweave.core import attempts, dispatching, timer, trajectories
-from rollweave.core.policy.borrowing import rest_s
+from rollweave.core import attempts, dispatching, trajectories
+from rollweave.core.policy.retry import rest_s
 from rollweave.core.run import Run, TurnMove
 from rollweave.core.state import (
     Engine,
@@ -23,6 +23,7 @@ from rollweave.core.state import (
     Trajectory,
     Turn,
 )
+from rollweave.schema.commands import SetTimer
 from rollweave.schema.events import (
     PrefillDone,
     TurnDone,
@@ -34,6 +35,33 @@ from rollweave.schema.events import (
     TurnWithdrawn,
 )
 from rollweave.schema.work import StopReason
+
+MIN_PERIOD_S = 1.0
+"""Minimum seconds between two checks of the deadlines."""
+
+CHECKS_PER_LIMIT = 60
+"""Checks within the shortest limit: a late answer is noticed at most a sixtieth of the
+limit late.
+"""
+
+
+def set_timer(run: Run) -> None:
+    """Set the timer for the next check, or for the first engine that has rested."""
+    rests = [until for engine in run.state.engines.values() for until in engine.barred.values()]
+    run.emit(SetTimer(at=min([run.now + _period_s(run), *rests])))
+
+
+def _period_s(run: Run) -> float:
+    limits = run.config.watchdog
+    waits = [
+        limits.start_s,
+        limits.turn_s,
+        limits.weights_s,
+        limits.train_s,
+        *(task.step_s for task in run.tasks.values()),
+    ]
+    return min(max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT), run.pacing.check_s)
+
 
 RESTS = "rests"
 """Why an engine that has given turns back gets no new ones for a while."""
@@ -150,7 +178,7 @@ def _rest(run: Run, engine: Engine) -> None:
     run.warn(engine.id, f"gave turns back: gets no others for {seconds:g} s", count="engine_rests")
     run.fleet_changed()
     dispatching.requeue_from(run, engine)
-    timer.set_timer(run)
+    set_timer(run)
 
 
 def end_rests(run: Run) -> None:

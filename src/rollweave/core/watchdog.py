@@ -11,7 +11,6 @@ from rollweave.core import (
     engines,
     evaluation,
     groups,
-    timer,
     training,
     trajectories,
     turns,
@@ -216,7 +215,7 @@ DEADLINES: tuple[tuple[str, Step | None], ...] = (
     ("trainer deadlines", _check_trainer),
     ("moves of trajectories", None),
     ("ranks of turns", None),
-    ("timer", timer.set_timer),
+    ("timer", turns.set_timer),
 )
 """The deadlines that the timer checks, each with a name, in this order. Mechanisms
 check theirs before some of them.

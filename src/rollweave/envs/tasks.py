@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollweave.core.policy.mixture import next_domain
+from rollweave.core.policy.redundancy import next_domain
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task
 from rollweave.envs.boundary import CONVERSION_ERRORS, USER_EXCEPTIONS, GuardedEnv, score_episode
 from rollweave.envs.foreign import describe_error, type_name

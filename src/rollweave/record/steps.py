@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from rollweave.core.mechanisms.cluster.state import cluster_of
-from rollweave.core.mechanisms.cluster.workers import processes
-from rollweave.core.mechanisms.pools.state import pools_of
+from rollweave.core.mechanisms.cluster.workers import cluster_of, processes
+from rollweave.core.mechanisms.pools import pools_of
 from rollweave.core.state import State
 
 

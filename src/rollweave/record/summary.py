@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rollweave.core.core import Core
-from rollweave.core.reading.accounting import Account
+from rollweave.core.reading.status import Account
 from rollweave.io.disk import replace_file
 from rollweave.record.steps import worker_figures
 from rollweave.schema.base import Struct

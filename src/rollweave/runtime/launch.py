@@ -16,7 +16,7 @@ import msgspec
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.membership.bindings import groups_on_gpus
 from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
-from rollweave.core.policy.gaps import max_gap
+from rollweave.core.policy.health import max_gap
 from rollweave.envs.rules import named
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.identity import Identity, model_digests, write_identity

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollweave.core.policy.gaps import GAP, wide_gaps
-from rollweave.core.policy.staleness import staleness
+from rollweave.core.policy.health import GAP, wide_gaps
+from rollweave.core.policy.modes import staleness
 from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
 from rollweave.io.extras import how_to_install

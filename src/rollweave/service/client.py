@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import aiohttp
 import msgspec
 
-from rollweave.core.policy.balancing import Host, Hysteresis, spread
+from rollweave.core.policy.health import Host, Hysteresis, spread
 from rollweave.io.http.guard import read_token
 from rollweave.io.loop_thread import LoopContext
 from rollweave.record.rundir import RunDir
@@ -318,7 +318,7 @@ class RolloutClient:
 
     async def register_engines(self, engines: Sequence[EngineRequest]) -> None:
         """Distribute engines over the services: each gets first those of its own host,
-        then the rest in turn (`core/policy/balancing`).
+        then the rest in turn (`core/policy/health`).
 
         As long as the context is open, engines move when a service stops answering, or
         answers again. A later call replaces these engines; engines that were registered

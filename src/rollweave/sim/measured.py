@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollweave.core.policy.profile import Worked
-from rollweave.core.policy.turn_times import KEPT_OF_DOMAINS, TurnTime, TurnTimes, fit
+from rollweave.core.policy.turn_times import KEPT_OF_DOMAINS, TurnTime, TurnTimes, Worked, fit
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollweave.core.policy.concurrency import fewest_slots
+from rollweave.core.policy.admission import fewest_slots
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import sum_of_line
@@ -108,7 +108,7 @@ class ProfileCost:
 
     def slots(self, *, context: int) -> int:
         """Return how many turns the engine should run at once, at contexts of so many
-        tokens, as far as their KV fits (`core/policy/concurrency`).
+        tokens, as far as their KV fits (`core/policy/admission`).
         """
         most = max(1, min(MAX_SLOTS, self.kv_tokens // max(1, context)))
         return fewest_slots(

@@ -46,7 +46,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.core.policy.gaps import GAP
+from rollweave.core.policy.health import GAP
 from rollweave.train.distributed import RankGroup
 
 TOKEN_SUMS = (

@@ -1,9 +1,20 @@
 """Modes: the presets, and when engines update."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollweave.core.policy.modes import Mode, Update, preset, update_now
+from rollweave.core.policy.modes import Mode, Update, acceptable, preset, staleness, update_now
 from rollweave.schema.config.rollout import ModeName
+
+
+@given(initiated=st.integers(0, 50), trained_at=st.integers(0, 50), window=st.integers(0, 5))
+def test_staleness_is_the_distance_between_the_versions(
+    initiated: int, trained_at: int, window: int
+) -> None:
+    assert acceptable(initiated, trained_at, window) == (staleness(initiated, trained_at) <= window)
+    assert staleness(initiated, trained_at) == staleness(trained_at, initiated)
+    assert acceptable(initiated, initiated, window)
 
 
 def test_the_presets_are_those_of_the_design() -> None:

@@ -3,10 +3,19 @@
 import math
 
 import msgspec
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollweave.core.policy.routing import SKEW, EngineLoad, choose
+from rollweave.core.policy.routing import (
+    LEAST_TOKENS,
+    SKEW,
+    EngineLoad,
+    PrefillSite,
+    choose,
+    next_pool,
+    prefill_site,
+    serving_pool,
+)
 from rollweave.schema.base import EngineId
 
 loads = st.lists(
@@ -159,3 +168,77 @@ def test_a_turn_runs_at_once_on_a_free_slot_or_in_place_of_a_lower_rank() -> Non
     assert full.runs(3.0, preempts=True)
     assert not full.runs(2.0, preempts=True)
     assert not full.runs(1.0, preempts=True)
+
+
+pools = st.sampled_from(["compute", "bandwidth", "old"])
+
+
+@given(preferred=st.lists(pools, unique=True), live=st.sets(pools))
+def test_the_first_live_pool_serves_and_any_engine_if_there_is_none(
+    preferred: list[str], live: set[str]
+) -> None:
+    expected = None
+    for pool in reversed(preferred):
+        if pool in live:
+            expected = pool
+    assert serving_pool(preferred, live) == expected
+
+
+@given(shares=st.dictionaries(pools, st.floats(0.01, 1.0), min_size=1), count=st.integers(1, 60))
+def test_trajectories_follow_the_shares_at_any_time(shares: dict[str, float], count: int) -> None:
+    given_to: dict[str, int] = {}
+    for number in range(1, count + 1):
+        pool = next_pool(shares, given_to)
+        given_to[pool] = given_to.get(pool, 0) + 1
+        for name, share in shares.items():
+            wanted = share / sum(shares.values()) * number
+            assert given_to.get(name, 0) < wanted + 1
+            assert given_to.get(name, 0) > wanted - len(shares)
+
+
+PRICES = st.floats(1e-6, 1e-2)
+TOKENS = st.integers(0, 40_000)
+SITES = st.lists(st.tuples(TOKENS, TOKENS, PRICES), max_size=4).map(
+    lambda every: [
+        PrefillSite(id=EngineId(f"e{number}"), ahead=ahead, missing=missing, price=price)
+        for number, (ahead, missing, price) in enumerate(every)
+    ]
+)
+
+
+@given(
+    sites=SITES,
+    missing=st.integers(LEAST_TOKENS, 40_000),
+    price=PRICES,
+    beside=st.integers(0, 256),
+    move=st.floats(0, 1e-3),
+    trial=st.booleans(),
+)
+def test_the_choice_has_the_smallest_sum_of_delays(
+    sites: list[PrefillSite], missing: int, price: float, beside: int, move: float, trial: bool
+) -> None:
+    delays: dict[EngineId | None, float] = {
+        None: sum(missing * price for _turn in range(1 + beside))
+    }
+    for site in sites:
+        waits = site.ahead * site.price
+        delays[site.id] = waits + site.missing * site.price + missing * move
+    least = min(delays.values())
+    apart = sorted(delays.values())
+    assume(len(apart) < 2 or apart[1] - apart[0] > 1e-9 * apart[1])
+    chosen = prefill_site(
+        sites, missing=missing, price=price, beside=beside, move=move, trial=trial
+    )
+    if not trial:
+        assert delays[chosen] == least
+    elif sites:
+        assert (chosen is None) == (delays[None] != least), "the other way"
+
+
+@given(sites=SITES, missing=st.integers(0, LEAST_TOKENS - 1), trial=st.booleans())
+def test_a_short_suffix_stays(sites: list[PrefillSite], missing: int, trial: bool) -> None:
+    assert prefill_site(sites, missing=missing, price=1.0, beside=9, move=0.0, trial=trial) is None
+
+
+def test_without_a_prefill_engine_it_stays() -> None:
+    assert prefill_site([], missing=9999, price=1.0, beside=9, move=0.0, trial=True) is None

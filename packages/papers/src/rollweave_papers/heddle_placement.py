@@ -12,16 +12,14 @@ import numpy.typing as npt
 
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import (
+    Allocation,
     ByTable,
     Moves,
     Placement,
     Problem,
+    by_budget,
     check_workers,
     in_order,
-)
-from rollweave.core.mechanisms.placement.policy.allocation import (
-    Allocation,
-    by_budget,
     to_allocation,
 )
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rollweave.core.mechanisms.cluster.state import cluster_of
+from rollweave.core.mechanisms.cluster.workers import cluster_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost

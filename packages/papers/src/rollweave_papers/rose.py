@@ -346,7 +346,7 @@ def table3(quick: bool) -> list[Row]:
                 row(
                     row=f"{size} earliest finish over pinned, {where}",
                     ours=seconds["pinned"] / seconds["earliest"],
-                    note=f"{note}; our rule (mechanisms/placement/policy/elastic)",
+                    note=f"{note}; our rule (mechanisms/placement/elastic)",
                     own=True,
                 )
             )

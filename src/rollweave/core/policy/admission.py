@@ -1,5 +1,5 @@
 """Decide whether a rollout step may run now on the engine of a serving model (ROSE
-§4.1).
+§4.1), and how many turns an engine should run at the same time (ROSE §4.3, App. A).
 
 One model computes at a time, and serving comes first. A rollout step runs between two
 serving steps if the slack of every serving request, the time for which it can wait,
@@ -416,3 +416,19 @@ class Progress:
             return list(live)
         turns = self._computed.items()
         return [id for id, (_, since) in turns if stalled(since, now) and id in live]
+
+
+SATURATED = 0.95
+"""Share of the highest throughput that counts as the highest throughput."""
+
+
+def fewest_slots(step_s: Callable[[int], float], *, most: int) -> int:
+    """Return the fewest sequences, up to `most`, whose throughput is at least
+    `SATURATED` times the highest throughput. `step_s(sequences)` is the seconds of a
+    step that decodes this number of sequences. Raises ValueError if `most` is below 1.
+    """
+    if most < 1:
+        raise ValueError(f"most must be at least 1, got {most}")
+    rates = [count / step_s(count) for count in range(1, most + 1)]
+    enough = SATURATED * max(rates)
+    return next(count for count, rate in enumerate(rates, 1) if rate >= enough)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollweave.core.policy.modes import acceptable
 from rollweave.core.policy.redundancy import (
     GroupDecision,
     capacity,
@@ -24,7 +25,6 @@ from rollweave.core.policy.redundancy import (
     is_barren,
     is_spent,
 )
-from rollweave.core.policy.staleness import acceptable
 from rollweave.schema.base import Struct
 
 

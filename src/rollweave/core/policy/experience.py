@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from typing import Literal
 
-from rollweave.core.policy.staleness import staleness
+from rollweave.core.policy.modes import staleness
 from rollweave.schema.base import GroupId, Struct
 
 STALENESS_WEIGHT = 2.0

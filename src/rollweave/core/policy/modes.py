@@ -12,12 +12,33 @@ RollArt §6.2 updates engines when the next batch is ready, and trains on it mea
 Staleness is strict here (docs/decisions/0002): with a window of 1, everything in flight
 would become too old while new weights wait for the batch. Therefore `bounded` updates
 engines immediately, or in the paper's order without `early_updates`.
+
+Staleness is counted in steps, from the weights that served when the trajectory was
+launched to the weights that the training step starts from: queueing, rollout, reward
+and buffer time all count. No trained trajectory ever exceeds the bound.
 """
 
 import enum
 
 from rollweave.schema.base import Struct
 from rollweave.schema.config.rollout import ModeName
+
+
+def staleness(initiated: int, trained_at: int) -> int:
+    """Return the number of steps between the two versions.
+
+    After a trainer was restored to an earlier step, `initiated` may be the larger one:
+    the trajectory then comes from weights of a lost lineage, and its staleness is the
+    absolute difference.
+    """
+    return abs(trained_at - initiated)
+
+
+def acceptable(initiated: int, trained_at: int, window: int | None) -> bool:
+    """True if a step that starts from version `trained_at` may use a trajectory
+    launched under version `initiated`.
+    """
+    return window is None or staleness(initiated, trained_at) <= window
 
 
 class Update(enum.Enum):

@@ -1,11 +1,11 @@
-"""Decide how many groups to launch, and when a group is complete (RollArt §6.3; ProRL
-§3.4; AReaL's admission rule).
+"""Decide how many groups to launch, of which task domain, and when a group is complete
+(RollArt §6.3; ProRL §3.4; AReaL's admission rule).
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rollweave.core.policy.staleness import acceptable
+from rollweave.core.policy.modes import acceptable
 
 MIN_MEMBERS = 2
 """Minimum number of scored members for training on a group that lost other members to
@@ -153,3 +153,10 @@ def decide_group(
     if dynamic_sampling and max(rewards) - min(rewards) <= EQUAL_REWARDS:
         return GroupDecision.FILTERED
     return GroupDecision.COMPLETE
+
+
+def next_domain(weights: Sequence[tuple[str, float]], drawn: Mapping[str, int]) -> str:
+    """Return the domain that lags most behind its share of all groups drawn so far;
+    ties go to the domain that is named first.
+    """
+    return min(weights, key=lambda item: (drawn.get(item[0], 0) + 1) / item[1])[0]

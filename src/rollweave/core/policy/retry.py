@@ -1,5 +1,6 @@
 """Decide what is retried after a failure, how often a failing component is restarted,
-and what is removed if that does not help.
+what is removed if that does not help, and how long an engine that gave turns back
+rests.
 """
 
 from rollweave.schema.work import StopReason
@@ -87,3 +88,21 @@ def gives_up_host(*, elsewhere: int, moved: bool) -> bool:
     a host that was given up for its failures, so that the engine itself is at fault.
     """
     return elsewhere > 0 and not moved
+
+
+FIRST_REST_S, MOST_REST_S = 2.0, 60.0
+"""Seconds for which an engine that gave turns back gets no turns: after the first time
+(as long as a stall, ROSE §4.1), and at most.
+"""
+
+
+def rest_s(times: int) -> float:
+    """Return the seconds for which an engine gets no turns after it gave turns back
+    `times` times since it last finished a turn: twice as long as after the time before.
+
+    Serving that leaves rollouts no time, or no memory, will often do so again soon, and
+    each turn that tries waits for a stall. Raises ValueError for less than one time.
+    """
+    if times < 1:
+        raise ValueError(f"times must be at least 1, got {times}")
+    return min(MOST_REST_S, FIRST_REST_S * 2.0 ** min(times - 1, 10))

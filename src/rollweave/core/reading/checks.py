@@ -6,8 +6,8 @@ Tests check them after every event, or after every few; production code never do
 import math
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.policy.staleness import acceptable
-from rollweave.core.reading.accounting import account
+from rollweave.core.policy.modes import acceptable
+from rollweave.core.reading.status import account
 from rollweave.core.run import Run
 from rollweave.core.state import (
     EngineStatus,

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import aiohttp
 import msgspec
 
-from rollweave.core.policy.disaggregation import LEAST_TOKENS
+from rollweave.core.policy.routing import LEAST_TOKENS
 from rollweave.engine.clients.base import MovesKv
 from rollweave.engine.clients.dialects import (
     PREFILL_PATH,

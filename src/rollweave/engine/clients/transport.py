@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
-from rollweave.core.policy.balancing import Hysteresis
+from rollweave.core.policy.health import Hysteresis
 from rollweave.schema.address import Hosts, host_of, ip_address
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.text import decimal

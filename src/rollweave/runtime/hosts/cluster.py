@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rollweave.core.policy.pools import pools_of, slots_of
+from rollweave.core.policy.binding import pools_of, slots_of
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
 from rollweave.io.reading import whole

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from rollweave.core.mechanisms.membership.bindings import one_machine
-from rollweave.core.policy.pools import empty_pools, unserved
+from rollweave.core.policy.binding import empty_pools, unserved
 from rollweave.io.machine import cores, gpu_memory, memory_bytes
 from rollweave.runtime.hosts.cluster import slot_of
 from rollweave.runtime.hosts.hosts import devices as gpus

@@ -11,17 +11,18 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from rollweave.core.policy.features import (
+from rollweave.core.policy.predict import (
     DOMAINS,
     LOG_PROMPT,
     NUMBERS,
     OUTPUT,
     SIBLING_MEAN,
     TURN,
+    Lengths,
+    Regressor,
     Rows,
     Table,
 )
-from rollweave.core.policy.predict import Lengths, Regressor
 from rollweave.io.extras import from_extra
 
 with from_extra("predict"):

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollweave.core.policy.features import PLAN_TOKENS, Rows, Table
-from rollweave.core.policy.predict import Lengths
+from rollweave.core.policy.predict import PLAN_TOKENS, Lengths, Rows, Table
 from rollweave.io.extras import from_extra
 from rollweave.train.lengths.regressors import Affine, ByDomain, Matrix
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.mechanisms.lengths.index import LengthIndex
-from rollweave.core.mechanisms.lengths.state import Work
+from rollweave.core.mechanisms.lengths.index import LengthIndex, Work
 from rollweave.core.state import Stage, Trajectory
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from tests.support.properties import examples

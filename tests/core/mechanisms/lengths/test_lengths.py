@@ -8,10 +8,10 @@ import pytest
 
 from rollweave.core.mechanisms.lengths import estimates as lengths
 from rollweave.core.mechanisms.lengths.estimates import KEPT_LENGTHS, MAX_ESTIMATE, MEAN_WEIGHT
-from rollweave.core.mechanisms.lengths.state import DomainLengths, work_of
+from rollweave.core.mechanisms.lengths.index import DomainLengths, work_of
 from rollweave.core.mechanisms.lengths.work import occupied
-from rollweave.core.mechanisms.placement.state import Partition
-from rollweave.core.policy.priority import UNKNOWN, level_of
+from rollweave.core.mechanisms.placement.assignment import Partition
+from rollweave.core.policy.scheduling import UNKNOWN, level_of
 from rollweave.core.state import Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -1,9 +1,9 @@
 """Ranks of turns that an engine has, and what promotes them."""
 
 from rollweave.core import dispatching
-from rollweave.core.mechanisms.lengths import ranks as turn_priority
-from rollweave.core.mechanisms.lengths.state import work_of
-from rollweave.core.policy.priority import OVERTAKES, overdue_rank
+from rollweave.core.mechanisms.lengths import estimates as turn_priority
+from rollweave.core.mechanisms.lengths.index import work_of
+from rollweave.core.policy.scheduling import OVERTAKES, overdue_rank
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Queued, Trajectory
 from rollweave.core.turn_queues import QueuedTurn

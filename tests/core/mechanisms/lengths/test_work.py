@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.mechanisms.costs.placement import Problem, in_order, place_groups
+from rollweave.core.mechanisms.costs.placement import (
+    Problem,
+    allocate_groups,
+    in_order,
+    place_groups,
+)
 from rollweave.core.mechanisms.lengths.work import ByWork, Rate, occupied, rate
-from rollweave.core.mechanisms.placement.policy.allocation import allocate_groups
 from rollweave.schema.events import StepTime
 from tests.support.properties import examples
 

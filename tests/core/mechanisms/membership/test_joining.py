@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import work_of
 from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines, next_id
 from rollweave.core.state import EngineStatus, Phase
 from rollweave.schema import commands as c

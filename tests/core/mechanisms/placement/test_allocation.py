@@ -2,10 +2,10 @@
 
 import pytest
 
+from rollweave.core.mechanisms.costs.placement import allocate_groups
 from rollweave.core.mechanisms.costs.rates import groups_of
 from rollweave.core.mechanisms.lengths.work import occupied
 from rollweave.core.mechanisms.placement import allocation
-from rollweave.core.mechanisms.placement.policy.allocation import allocate_groups
 from rollweave.core.policy.turn_times import TurnTimes
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Unplaced

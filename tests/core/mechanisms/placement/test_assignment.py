@@ -2,11 +2,10 @@
 
 import pytest
 
-from rollweave.core.mechanisms.lengths.index import reindex
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import reindex, work_of
 from rollweave.core.mechanisms.placement import assignment
 from rollweave.core.mechanisms.placement.assignment import KV_KEPT_TURNS, REPLAN_GROWTH
-from rollweave.core.policy.priority import overdue_rank
+from rollweave.core.policy.scheduling import overdue_rank
 from rollweave.schema.base import EngineId
 from tests.support.states import E0, E1, members, running
 

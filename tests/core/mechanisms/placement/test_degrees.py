@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from benchmarks.placement.whole_lists import allocate, by_length, place
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import (
+    Allocation,
     ByTable,
     Placement,
     Problem,
     in_order,
 )
-from rollweave.core.mechanisms.placement.policy.allocation import Allocation
 from rollweave_papers.heddle_placement import anneal, place_dp
 from tests.core.mechanisms.costs.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples

@@ -7,7 +7,7 @@ import heapq
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollweave.core.mechanisms.placement.policy.elastic import Site, earliest
+from rollweave.core.mechanisms.placement.elastic import Site, earliest
 from rollweave.schema.base import EngineId
 
 SECONDS = st.floats(0.0, 10.0)

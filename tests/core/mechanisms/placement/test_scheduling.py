@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.core.policy.priority import OVERTAKES
+from rollweave.core.policy.scheduling import OVERTAKES
 from rollweave.core.state import Queued
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

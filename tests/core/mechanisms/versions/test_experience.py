@@ -1,13 +1,25 @@
 """The buffer's strategies are asked for what is missing, when it is missing."""
 
 import hashlib
+import math
 
-from rollweave.core.mechanisms.versions import experience
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.mechanisms.versions import pacing
 from rollweave.core.run import Run
-from rollweave.core.state import Group, GroupStatus, Stage, Trajectory
-from rollweave.schema.base import GroupId, TrajectoryId
+from rollweave.core.state import Group, GroupStatus, Stage, TrainerStatus, Trajectory
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose
-from tests.support.hand import Hand, decoupled_config
+from tests.support.core import config, run_with_lost_controllers
+from tests.support.hand import E0, Hand, decoupled_config
+from tests.support.properties import examples
+from tests.support.random_world import World
 
 
 def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
@@ -49,7 +61,7 @@ def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
 
 def test_a_group_is_seen_by_its_chosen_members() -> None:
     run = buffered((3, 0.5), (1, 2.0))
-    views = experience._views(run)
+    views = pacing._views(run)
     assert [(one.id, one.arrived, one.initiated) for one in views] == [("b0", 0, 3), ("b1", 1, 1)]
     assert [(one.rewards, one.tokens, one.ratio) for one in views] == [
         ((0.0, 1.0), 20, 0.5),
@@ -60,22 +72,22 @@ def test_a_group_is_seen_by_its_chosen_members() -> None:
 def test_a_ratio_counts_under_the_weights_of_its_measurement() -> None:
     run = buffered((0, 0.5))
     (group,) = [run.state.groups[group_id] for group_id in run.state.buffer]
-    assert experience.ratio(run, group) == 0.5
+    assert pacing.ratio(run, group) == 0.5
     run.state.publication.id += 1
-    assert experience.ratio(run, group) is None
+    assert pacing.ratio(run, group) is None
 
 
 def test_a_batch_is_chosen_by_the_strategy_or_by_arrival() -> None:
     run = buffered((0, 1.0), (1, 1.0), (2, 1.0))
-    assert experience.choose_batch(run, 2) == ["b2", "b1"]
-    assert experience.choose_batch(run, 4) == []
+    assert pacing.choose_batch(run, 2) == ["b2", "b1"]
+    assert pacing.choose_batch(run, 4) == []
     run = buffered((0, 1.0), (1, 1.0), (2, 1.0), sample="fifo")
-    assert experience.choose_batch(run, 2) == ["b0", "b1"]
+    assert pacing.choose_batch(run, 2) == ["b0", "b1"]
 
 
 def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
     def waited_for(*groups: tuple[int, float | None], wanted: int, sample: str = "ratio") -> list:
-        return experience.unmeasured(buffered(*groups, sample=sample), wanted)  # type: ignore[arg-type]
+        return pacing.unmeasured(buffered(*groups, sample=sample), wanted)  # type: ignore[arg-type]
 
     known, unknown = (0, 1.0), (0, None)
     assert waited_for(known, unknown, unknown, wanted=2) == ["b1", "b2"]
@@ -86,20 +98,286 @@ def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
 
 def test_groups_beyond_the_limit_have_no_place() -> None:
     run = buffered((0, 1.0), (1, 1.0))
-    assert experience.surplus(run) == []
+    assert pacing.surplus(run) == []
     most = run.config.buffer.groups + run.config.rollout.max_running
     run = buffered(*[(number, 1.0) for number in range(most)])
-    assert experience.surplus(run) == []
+    assert pacing.surplus(run) == []
     run = buffered(*[(most - number, 1.0) for number in range(most + 2)])
     run.state.trainer.step = most
-    assert experience.surplus(run) == [f"b{most + 1}", f"b{most}"], "the stalest go first"
+    assert pacing.surplus(run) == [f"b{most + 1}", f"b{most}"], "the stalest go first"
 
 
 def test_a_draw_follows_from_its_key_and_is_uniform() -> None:
-    draws = [experience._draw(f"1/{number}") for number in range(2000)]
-    assert draws == [experience._draw(f"1/{number}") for number in range(2000)]
+    draws = [pacing._draw(f"1/{number}") for number in range(2000)]
+    assert draws == [pacing._draw(f"1/{number}") for number in range(2000)]
     assert all(0 <= draw < 1 for draw in draws)
     for below in (0.1, 0.5, 0.9):
         assert abs(sum(draw < below for draw in draws) / len(draws) - below) < 0.05
     digest = hashlib.sha256(b"1/0").hexdigest()
     assert draws[0] == int(digest[:12], 16) / 2**48
+
+
+def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
+    buffer = {"sample": "ratio", "groups": 8, **sections.pop("buffer", {})}
+    return decoupled_config(engines=1, batch=8, groups=groups, buffer=buffer, **sections)
+
+
+def full(hand: Hand, count: int) -> list[GroupId]:
+    """Wait until the buffer holds this many groups, while the first step runs."""
+    while len(hand.core.state.buffer) < count:
+        hand.end(hand.on(E0)[0])
+    return list(hand.core.state.buffer)
+
+
+def next_one(hand: Hand) -> GroupId:
+    """Wait until another group has arrived."""
+    before = set(hand.core.state.buffer)
+    while not (new := hand.core.state.buffer.keys() - before):
+        hand.end(hand.on(E0)[0])
+    return new.pop()
+
+
+def answer(command: c.MeasureRatios, *ratios: float, epoch: int = 0) -> e.RatiosMeasured:
+    """The ratios of the requested groups, in their order."""
+    entries = tuple(
+        e.GroupRatio(id=ref.id, ratio=ratio)
+        for ref, ratio in zip(command.groups, ratios, strict=True)
+    )
+    return e.RatiosMeasured(epoch=epoch, step=command.step, part=command.part, ratios=entries)
+
+
+def requested_groups(command: c.MeasureRatios) -> list[GroupId]:
+    return [ref.id for ref in command.groups]
+
+
+def measuring(count: int = 3, **sections: dict[str, object]) -> Hand:
+    """Train step 0, and let this many groups be measured for step 1."""
+    hand = Hand(by_ratio(**sections))
+    waiting = full(hand, count)
+    assert hand.measures == [], "the first step had no choice"
+    hand.train()
+    (measure,) = hand.measures
+    assert requested_groups(measure) == waiting
+    assert (measure.step, measure.part) == (1, 0)
+    assert all(len(ref.trajectory_ids) == 2 for ref in measure.groups)
+    return hand
+
+
+def test_the_step_takes_the_ratios_nearest_to_one() -> None:
+    hand = measuring(4)
+    waiting = list(hand.core.state.buffer)
+    hand.feed(answer(hand.measures[0], 3.0, 0.5, 1.5, 0.6))
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[2]], (
+        "1.5 is nearer than 0.6: they are ratios"
+    )
+    assert list(hand.core.state.buffer) == [waiting[0], waiting[1], waiting[3]]
+
+
+def test_a_ratio_holds_for_one_version() -> None:
+    hand = measuring(3)
+    first, second, third = hand.core.state.buffer
+    hand.feed(answer(hand.measures[0], 0.9, 1.0, 0.8))
+    assert [ref.id for ref in hand.steps[1].groups] == [second]
+    hand.train()
+    assert requested_groups(hand.measures[1]) == [first, third]
+    assert hand.measures[1].step == 2
+    hand.feed(answer(hand.measures[1], 0.5, 0.8))
+    assert [ref.id for ref in hand.steps[2].groups] == [third]
+    hand.train()
+    assert [ref.id for ref in hand.steps[3].groups] == [first], (
+        "one is wanted and one is there: nothing to choose"
+    )
+    assert len(hand.measures) == 2
+
+
+def test_groups_that_arrive_during_a_measurement_wait() -> None:
+    hand = measuring(3)
+    waiting = full(hand, 5)
+    hand.feed(answer(hand.measures[0], 20.0, 30.0, 40.0))
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[0]], (
+        "nobody knows the others' ratios"
+    )
+    hand.train()
+    assert requested_groups(hand.measures[1]) == waiting[1:]
+
+
+def test_a_lost_trainer_measures_again_and_late_answers_are_ignored() -> None:
+    hand = measuring(3)
+    state, stale_answer = hand.core.state, answer(hand.measures[0], 1.0, 2.0, 3.0)
+    hand.feed(e.TrainerLost(epoch=0, error="killed"))
+    assert state.trainer.status is TrainerStatus.STARTING
+    hand.feed(stale_answer)
+    assert state.trainer.status is TrainerStatus.STARTING
+    hand.feed(e.TrainerReady(epoch=1, step=hand.restarts[0].step or 0))
+    assert len(hand.steps) == 1
+    again = hand.measures[1]
+    assert again.step == 0, "the checkpoint is of step 0"
+    assert len(again.groups) == 4, "the group of the lost step is back"
+    for stale in (stale_answer, answer(again, *[1.0] * 4), answer(again, *[1.0] * 4, epoch=2)):
+        hand.feed(stale)
+        assert len(hand.steps) == 1
+    hand.feed(answer(again, 3.0, 2.0, 1.0, 4.0, epoch=1))
+    assert [ref.id for ref in hand.steps[1].groups] == [again.groups[2].id]
+
+
+def test_a_measurement_that_fails_restarts_the_trainer() -> None:
+    hand = measuring(3)
+    failed = e.TrainFailed(epoch=0, step=1, error="out of memory", nonfinite=False)
+    hand.feed(failed)
+    assert [restart.epoch for restart in hand.restarts] == [1]
+    assert hand.restarts[0].reason == "step 1 failed: out of memory"
+    hand.feed(failed)
+    assert len(hand.restarts) == 1
+    assert len(hand.core.state.buffer) == 3
+
+
+def test_nonfinite_log_probs_end_the_run_and_name_the_groups() -> None:
+    hand = measuring(3)
+    hand.feed(e.TrainFailed(epoch=0, step=1, error="log-probs of group g1: nan", nonfinite=True))
+    assert hand.finish is not None
+    names = ", ".join(requested_groups(hand.measures[0]))
+    assert hand.finish.error == (
+        f"step 1: log-probs of group g1: nan; batch of groups {names}; last good checkpoint: step "
+        f"{hand.core.state.checkpoints.newest}"
+    )
+
+
+def test_a_measurement_that_takes_too_long_restarts_the_trainer() -> None:
+    hand = measuring(3, watchdog={"train_s": 50.0})
+    hand.wait(49.0)
+    assert hand.restarts == []
+    hand.wait(2.0)
+    assert hand.restarts[0].reason == "stuck measuring for 51 s"
+
+
+def test_a_stopped_run_waits_for_the_measurement() -> None:
+    hand = measuring(3)
+    hand.feed(e.StopRequested())
+    assert hand.finish is None
+    hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.0))
+    assert hand.finish == c.Finish(error="")
+    assert len(hand.steps) == 1
+    assert hand.core.account().buffered == 6
+
+
+def test_a_lost_controller_measures_again() -> None:
+    hand = measuring(3)
+    hand.core = Core.restore(hand.core.snapshot(), by_ratio())
+    hand.turns.clear()
+    hand.epochs.clear()
+    hand.feed(e.WorldLost(engines=(e.EngineSlot(id=EngineId("e0")),)))
+    hand.join(E0)
+    hand.feed(e.TrainerReady(epoch=1, step=0))
+    assert len(hand.measures) == 2
+    hand.feed(answer(hand.measures[1], 1.0, 2.0, 3.0, 4.0, epoch=1))
+    assert len(hand.steps) == 2
+
+
+def test_evaluations_and_measurements_do_not_block_each_other() -> None:
+    hand = Hand(by_ratio(eval={"every": 1, "episodes": 2}))
+    state = hand.core.state
+    full(hand, 3)
+    assert [evaluation.version for evaluation in hand.evaluations] == [0], (
+        "it began while the first step ran"
+    )
+    hand.train()
+    assert state.evaluations.current is not None
+    measure = hand.measures[0]
+    while len(hand.evaluations) == 1:
+        hand.end(hand.on(E0)[0])
+    assert state.trainer.status is TrainerStatus.MEASURING
+    hand.feed(answer(measure, *[1.0] * len(measure.groups)))
+    assert len(hand.steps) == 2
+
+
+@pytest.mark.parametrize("sample", ["fifo", "staleness"])
+def test_other_strategies_measure_nothing(sample: str) -> None:
+    hand = Hand(by_ratio(buffer={"sample": sample}))
+    full(hand, 3)
+    hand.train()
+    assert hand.measures == []
+    assert len(hand.steps) == 2
+
+
+class Judge(World):
+    """A world that derives, from its answers, what each step must consist of."""
+
+    choices = 0
+
+    def later(self, event: e.Event, delay: float | None = None) -> None:
+        """Train slowly, so that the buffer fills up."""
+        super().later(event, 20.0 if isinstance(event, e.StepTrained) else delay)
+
+    def feed(self, event: e.Event) -> None:
+        before = list(self.core.state.buffer)
+        super().feed(event)
+        for step in [command for command in self.commands[-1] if isinstance(command, c.TrainStep)]:
+            chosen, left = [ref.id for ref in step.groups], list(self.core.state.buffer)
+            if not isinstance(event, e.RatiosMeasured):
+                assert left == [], "there was a choice, and it was not by ratio"
+                continue
+            self.choices += 1
+            measured = {
+                entry.id: abs(math.log(entry.ratio)) for entry in event.ratios if entry.id in before
+            }
+            assert (
+                chosen
+                == sorted(measured, key=lambda name: (measured[name], before.index(name)))[
+                    : len(chosen)
+                ]
+            )
+
+
+SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
+
+
+@settings(max_examples=examples(40))
+@example(seed=1, failure=0.0, hang=0.0, groups=4, alpha=None, kills=[])
+@given(
+    seed=st.integers(0, 10_000),
+    failure=st.sampled_from([0.0, 0.02, 0.1]),
+    hang=st.sampled_from([0.0, 0.0, 0.01]),
+    groups=st.sampled_from([None, 4, 8]),
+    alpha=st.sampled_from([None, 1]),
+    kills=st.lists(st.integers(5, 300), max_size=2),
+)
+def test_any_world_is_accounted_for_and_trained_by_ratio(
+    seed: int,
+    failure: float,
+    hang: float,
+    groups: int | None,
+    alpha: int | None,
+    kills: list[int],
+) -> None:
+    buffer = {"sample": "ratio", "groups": groups}
+    world = Judge(
+        config(
+            "decoupled",
+            steps=6,
+            rollout={**SETTINGS, "alpha": alpha},
+            buffer=buffer,
+            eval={"every": 2},
+            watchdog={"restarts": 100},
+        ),
+        seed,
+        failure=failure,
+        hang=hang,
+    )
+    run_with_lost_controllers(world, kills)
+    account = world.core.account()
+    assert account.in_flight == 0
+    if not world.finish.error:
+        assert sorted(world.trained) == list(range(6))
+
+
+def test_the_random_worlds_do_choose() -> None:
+    """Otherwise the property above would show nothing."""
+    buffer = {"sample": "ratio", "groups": 8}
+    rollout = {"mode": "decoupled", "groups_per_step": 1}
+    worlds = [
+        Judge(config("decoupled", steps=6, rollout=rollout, buffer=buffer), seed)
+        for seed in range(5)
+    ]
+    for world in worlds:
+        assert world.run().error == ""
+    assert sum(world.choices for world in worlds) >= 10

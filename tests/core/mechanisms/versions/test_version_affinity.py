@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollweave.core.mechanisms.lengths.index import reindex
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import reindex, work_of
 from rollweave.core.mechanisms.versions import binding as version_affinity
+from rollweave.core.mechanisms.versions.binding import Versions, batch_of
 from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
-from rollweave.core.mechanisms.versions.state import Versions, batch_of
 from rollweave.core.policy.experience import Experience
 from rollweave.core.state import EngineStatus, Stage
 from rollweave.core.weight_updates import MAX_LOAD_FAILURES

@@ -2,8 +2,7 @@
 
 from rollweave.core.mechanisms.lengths.index import index_of
 from rollweave.core.mechanisms.versions import binding as affinity
-from rollweave.core.mechanisms.versions.binding import BATCH_PER_SLOT
-from rollweave.core.mechanisms.versions.state import batch_of
+from rollweave.core.mechanisms.versions.binding import BATCH_PER_SLOT, batch_of
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation
 from rollweave.schema.base import TrajectoryId

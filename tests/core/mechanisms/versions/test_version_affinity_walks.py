@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core import weights
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import work_of
 from rollweave.core.mechanisms.versions import binding as version_affinity
-from rollweave.core.mechanisms.versions.state import batch_of, weights_of
-from rollweave.core.policy.staleness import acceptable
+from rollweave.core.mechanisms.versions.binding import batch_of, weights_of
+from rollweave.core.policy.modes import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage
 from rollweave.schema import events as e

@@ -2,7 +2,7 @@
 
 from rollweave.core.mechanisms.cluster import hosts, scaling, workers
 from rollweave.core.mechanisms.cluster.check import check
-from rollweave.core.mechanisms.cluster.state import NAME, Cluster
+from rollweave.core.mechanisms.cluster.workers import NAME, Cluster
 from rollweave.core.run import Mechanism, Run
 from rollweave.core.state import Stage
 from rollweave.schema import events as e

@@ -2,8 +2,7 @@
 
 from rollweave.core.mechanisms.cluster import scaling
 from rollweave.core.mechanisms.cluster.scaling import GONE
-from rollweave.core.mechanisms.cluster.state import Cluster
-from rollweave.core.mechanisms.cluster.workers import PROCESSLESS
+from rollweave.core.mechanisms.cluster.workers import PROCESSLESS, Cluster
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, Stage, WorkerStatus
 

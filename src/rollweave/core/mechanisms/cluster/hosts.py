@@ -1,13 +1,13 @@
 """Hosts that join and that are lost (RollArt §8).
 
 With several hosts there is a relay on each. The loss of a host, or its end after
-repeated failures (`membership/joining`), ends its relay, its engines and, if one of the
-trainer's ranks was there, the trainer. Other engines replace the lost engines, on other
-hosts as long as there is room; the replacements move to the next host that joins, once
-they may drain. Engines without a place start there, too. The trainer starts again from
-its checkpoint, if need be in the place of engines, or on the next host that joins. In a
-run that began without sharing GPUs, no GPU is shared later: its memory was only found
-to suffice for one process.
+repeated failures (`mechanisms/membership`), ends its relay, its engines and, if one of
+the trainer's ranks was there, the trainer. Other engines replace the lost engines, on
+other hosts as long as there is room; the replacements move to the next host that joins,
+once they may drain. Engines without a place start there, too. The trainer starts again
+from its checkpoint, if need be in the place of engines, or on the next host that joins.
+In a run that began without sharing GPUs, no GPU is shared later: its memory was only
+found to suffice for one process.
 
 In a colocated run the trainer and the engines are bound independently of each other.
 The trainer starts again, next to the engines, if there is a GPU left for each rank;
@@ -17,9 +17,10 @@ have that many again.
 """
 
 from rollweave.core import training
+from rollweave.core.mechanisms import membership
 from rollweave.core.mechanisms.cluster import workers
-from rollweave.core.mechanisms.cluster.state import Cluster
-from rollweave.core.mechanisms.membership import bindings, joining, members
+from rollweave.core.mechanisms.cluster.workers import Cluster
+from rollweave.core.mechanisms.membership import bindings, members
 from rollweave.core.run import HostMove, Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
@@ -56,7 +57,7 @@ def on_lost(run: Run, event: HostLost) -> None:
     host = run.state.hosts.up.get(event.host)
     if host is not None and run.state.phase is not Phase.FINISHED:
         reason = f"{_name(host)} is lost: {event.error}"
-        joining.evict(run, event.host, reason, returns=True)
+        membership.evict(run, event.host, reason, returns=True)
 
 
 def advance(run: Run) -> None:
@@ -80,7 +81,7 @@ def _give_way(run: Run) -> None:
     them elsewhere.
     """
     for engine in bindings.engines_in_the_way(run.config, run.state):
-        joining.displace(run, engine, "the trainer needs its GPU", returns=True)
+        membership.displace(run, engine, "the trainer needs its GPU", returns=True)
 
 
 def _trainer_is_cut_off(run: Run) -> bool:
@@ -107,8 +108,8 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
         if place is not None and place.host == host:
             if not run.pacing.may_drain(run, engine):
                 return  # a later event may let it
-            joining.add(run, slot, joined=engine.joined)
-            joining.drain(run, engine)
+            membership.add(run, slot, joined=engine.joined)
+            membership.drain(run, engine)
             part.displaced.remove(engine_id)
     del part.returning[engine_id]
 
@@ -118,7 +119,7 @@ def _start_unplaced(run: Run) -> None:
     waiting, state.hosts.unplaced = state.hosts.unplaced, []
     for engine in waiting:
         slot = EngineSlot(id=members.next_id(state), degree=engine.degree, group=engine.group)
-        joining.place(run, slot, engine)
+        membership.place(run, slot, engine)
 
 
 def _name(host: HostSlot) -> str:

@@ -1,5 +1,5 @@
 """The number of rollout workers, if it changes with the attempts that want a place
-(Heddle §3, the tool manager; `mechanisms/cluster/worker_count`).
+(Heddle §3, the tool manager; `mechanisms/cluster/workers`).
 
 Each worker has places for an equal share of `rollout.max_running` until all of them are
 there. A place is wanted by each attempt that a worker has, and by each trajectory that
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from rollweave.core import trajectories
 from rollweave.core.mechanisms.cluster import workers
-from rollweave.core.mechanisms.cluster.state import Cluster
-from rollweave.core.mechanisms.cluster.worker_count import needed, observe
+from rollweave.core.mechanisms.cluster.workers import Cluster, needed, observe
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, State, Worker, WorkerStatus
 from rollweave.schema.work import Purpose

@@ -10,22 +10,86 @@ over and one worker at a time. Without workers, attempts run in the controller.
 
 If the number of workers changes, `cluster/scaling` decides it. A worker that is not
 needed retires: it stops once its attempts are over, unless it is needed again before.
+There are as many workers as are needed to give every attempt a place (Heddle §3, the
+tool manager). More workers start as soon as more attempts do, and a worker ends only
+after there have been too many workers for a whole window. Therefore a worker lives for
+at least the window, so that the number never flaps; a short gap between two bursts ends
+no worker.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from rollweave.core import attempts, continuation, trajectories
-from rollweave.core.mechanisms.cluster.state import Cluster
 from rollweave.core.mechanisms.membership import bindings
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.reading.waits import on_host
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, State, Trajectory, Worker, WorkerStatus
-from rollweave.schema.base import TrajectoryId
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import RemoveWorker, RestartWorker
 from rollweave.schema.config.cluster import WorkersConfig
 from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
 from rollweave.schema.work import StopReason
+
+
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of workers, and the last time `until` at which it was needed."""
+
+    workers: int
+    until: float
+
+
+def needed(attempts: int, *, workers: int, at_once: int) -> int:
+    """Return how many workers, at least one and at most `workers`, are needed for the
+    attempts, if all workers together have places for `at_once` attempts.
+    """
+    share = -(-max(1, at_once) // max(1, workers))
+    return min(workers, -(-attempts // share))
+
+
+def observe(peaks: Sequence[Peak], need: int, *, now: float, window_s: float) -> list[Peak]:
+    """Return the peaks of the last `window_s` seconds in descending order: the greatest
+    need first, the present need last. A need lasts from its observation to the next
+    observation. Times must not decrease.
+    """
+    lasting = [*peaks[:-1], *(Peak(workers=peak.workers, until=now) for peak in peaks[-1:])]
+    return [
+        *(peak for peak in lasting if peak.workers > need and peak.until >= now - window_s),
+        Peak(workers=need, until=now),
+    ]
+
+
+NAME = "cluster"
+"""Key of the part in `State.mechanisms`."""
+
+
+class Scaling(msgspec.Struct):
+    """The number of rollout workers that there should be, if it changes."""
+
+    peaks: list[Peak] = []  # of the need for workers
+    target: int = 0  # workers that there should be
+    start_s: float = 0.0  # seconds of the longest start so far
+    starts: int = 0  # of workers, because they were needed
+    worker_s: float = 0.0  # seconds in which workers had a process, summed until `at`
+    at: float = 0.0
+
+
+class Cluster(msgspec.Struct):
+    """The part of the state."""
+
+    scaling: Scaling = msgspec.field(default_factory=Scaling)
+    displaced: list[EngineId] = []  # engines that replace those of a host that is gone
+    # displaced engine → host that has joined, to which it moves once it may drain
+    returning: dict[EngineId, int] = {}
+
+
+def cluster_of(state: State) -> Cluster:
+    """Return the part of the state; a run without it has no workers."""
+    part = state.mechanisms.get(NAME)
+    return part if isinstance(part, Cluster) else Cluster()
+
 
 COMING = (WorkerStatus.STARTING, WorkerStatus.RETIRING, WorkerStatus.STOPPED)
 """Statuses of workers that can be ready when they are needed."""

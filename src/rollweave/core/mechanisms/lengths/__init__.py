@@ -2,9 +2,8 @@
 from the estimates (Heddle §4).
 """
 
-from rollweave.core.mechanisms.lengths import estimates, index, ranks
-from rollweave.core.mechanisms.lengths.index import reindex
-from rollweave.core.mechanisms.lengths.state import Lengths
+from rollweave.core.mechanisms.lengths import estimates, index
+from rollweave.core.mechanisms.lengths.index import Lengths, reindex
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.run import Mechanism, Run, TrainerMove, TurnMove
 from rollweave.core.state import Stage
@@ -29,8 +28,8 @@ MECHANISM = Mechanism(
     name="lengths",
     used=used,
     state=Lengths,
-    handlers={PredictionReady: ranks.on_prediction},
-    steps={"ranks of turns": ranks.check_ranks},
+    handlers={PredictionReady: estimates.on_prediction},
+    steps={"ranks of turns": estimates.check_ranks},
     follows={
         Stage.QUEUED: estimates.begin_attempt,
         Stage.INIT: reindex,
@@ -39,7 +38,7 @@ MECHANISM = Mechanism(
         Stage.EVAL_QUEUED: estimates.finish_attempt,
         Stage.OVER: estimates.cut_attempt,
         TurnMove.REQUESTED: estimates.learn_request,
-        TurnMove.RANKED: ranks.set_rank,
+        TurnMove.RANKED: estimates.set_rank,
         TurnMove.DONE: estimates.learn_turn,
         TrainerMove.TRAINED: _fit,
     },

@@ -86,7 +86,7 @@ def occupied(tokens: float, *, context: float, growth: float) -> float:
 
 class ByWork:
     """Groups of trajectories by their work: the `Groups` that
-    `mechanisms/costs/placement` and `mechanisms/placement/policy/allocation` search.
+    `mechanisms/costs/placement` searches.
     """
 
     def __init__(self, works: Sequence[tuple[int, int]], rates: Mapping[int, Rate]) -> None:

@@ -9,8 +9,8 @@ from rollweave.core.mechanisms.placement import (
     migration,
     transfers,
 )
+from rollweave.core.mechanisms.placement.assignment import Placement
 from rollweave.core.mechanisms.placement.dispatch import AssignedEngine
-from rollweave.core.mechanisms.placement.state import Placement
 from rollweave.core.policy.scheduling import assigns, splits_turns
 from rollweave.core.run import Chooser, EngineMove, Mechanism, Run, TrainerMove, TurnMove
 from rollweave.core.state import Stage

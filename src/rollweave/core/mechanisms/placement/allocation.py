@@ -11,14 +11,13 @@ the budget is planned without them until their costs are known.
 
 from collections import Counter
 
-from rollweave.core.mechanisms.costs.placement import place_groups
-from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, prevailing_hardware
-from rollweave.core.mechanisms.costs.state import Costs
-from rollweave.core.mechanisms.lengths.state import Lengths
+from rollweave.core.mechanisms import membership
+from rollweave.core.mechanisms.costs.placement import allocate_groups, is_sum, place_groups
+from rollweave.core.mechanisms.costs.rates import Costs, groups_of, kind_of, prevailing_hardware
+from rollweave.core.mechanisms.lengths.index import Lengths
 from rollweave.core.mechanisms.lengths.work import occupied
-from rollweave.core.mechanisms.membership import joining, members
-from rollweave.core.mechanisms.placement.policy.allocation import allocate_groups, is_sum
-from rollweave.core.mechanisms.placement.state import Placement
+from rollweave.core.mechanisms.membership import members
+from rollweave.core.mechanisms.placement.assignment import Placement
 from rollweave.core.policy.turn_times import FIRST_TURNS
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, State
@@ -118,7 +117,7 @@ def _change(
         if wanted[engine.seat.degree] > 0:
             wanted[engine.seat.degree] -= 1
         else:
-            joining.drain(run, engine)
+            membership.drain(run, engine)
     state.membership.pending_degrees = sorted(wanted.elements(), reverse=True)
 
 
@@ -148,7 +147,7 @@ def advance(run: Run) -> None:
     pending = state.membership.pending_degrees
     while state.hosts.up and pending and pending[0] <= config.budget - _used(state):
         name = members.next_id(state)
-        joining.add(run, EngineSlot(id=name, degree=pending.pop(0)))
+        membership.add(run, EngineSlot(id=name, degree=pending.pop(0)))
 
 
 def _used(state: State) -> int:

@@ -8,20 +8,83 @@ the set of such engines changes.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import msgspec
 
 from rollweave.core.dispatching import pool_for
 from rollweave.core.mechanisms.costs.placement import place_groups
 from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, numbers_of, rate_of
-from rollweave.core.mechanisms.lengths.index import index_of, reindex
-from rollweave.core.mechanisms.lengths.state import domain_of, work_of
+from rollweave.core.mechanisms.lengths.index import domain_of, index_of, reindex, work_of
 from rollweave.core.mechanisms.placement import elastic
-from rollweave.core.mechanisms.placement.policy.migration import retarget
-from rollweave.core.mechanisms.placement.state import Partition, Placement, Share
-from rollweave.core.policy.priority import overdue_rank
+from rollweave.core.policy.scheduling import overdue_rank
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, TrajectoryId
+
+
+class Migration(msgspec.Struct):
+    """A migration of a trajectory's KV.
+
+    `since` is None while it waits for its transfer epoch.
+    """
+
+    number: int
+    trajectory_id: TrajectoryId
+    attempt: int
+    source: EngineId
+    target: EngineId
+    since: float | None = None
+    # the trajectory leaves for good, with its open turn, so that the source can load
+    # new weights
+    vacates: bool = False
+    prompt: bool = False  # a prefill engine has computed the prompt of its open turn
+
+
+class Migrations(msgspec.Struct):
+    """The migrations of trajectories."""
+
+    open: dict[int, Migration] = {}  # planned or under way
+    next_number: int = 0
+    token_s: float = 0.0  # mean seconds for the transfer of a token's KV
+
+
+class Share(msgspec.Struct):
+    """A share of the partition: the engine has the next `size` trajectories by
+    predicted length.
+    """
+
+    engine_id: EngineId
+    size: int
+
+
+class Partition(msgspec.Struct):
+    """The assignment of ranks to engines, longest first, as planned for `planned`
+    trajectories.
+    """
+
+    shares: list[Share] = []
+    planned: int = 0
+    predictions: int = 0  # received since the plan was made
+
+
+class Placement(msgspec.Struct):
+    """The part of the state."""
+
+    trajectories: dict[TrajectoryId, int] = {}  # the migration that the trajectory has
+    migrations: Migrations = msgspec.field(default_factory=Migrations)
+    partitions: dict[str, Partition] = {}  # by the pool that trajectories prefer, "" for none
+    planned_at: int = 0  # step of the last plan of degrees
+    # degree of running engines whose costs are unknown → step since when
+    awaited: dict[int, int] = {}
+
+
+def migration_of(run: Run, trajectory: Trajectory) -> int | None:
+    """Return the number of the trajectory's migration, from its planning to its end."""
+    return run.part(Placement).trajectories.get(trajectory.id)
+
 
 KV_KEPT_TURNS = 4
 """Number of mean turns for which KV is kept while a trajectory's environment works.
@@ -211,6 +274,23 @@ def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
     return partition.shares[
         retarget(sizes, rank=order.rank(trajectory.id), active=active)
     ].engine_id
+
+
+def retarget(sizes: Sequence[int], *, rank: int, active: int) -> int:
+    """Return the share to which the trajectory of this rank belongs, among the `active`
+    trajectories that are left; rank 0 is the longest. The plan's `sizes` are scaled to
+    `active`. Raises ValueError for a rank of `active` or more, and for shares without
+    trajectories.
+    """
+    planned = sum(sizes)
+    if planned < 1 or min(sizes) < 0:
+        raise ValueError(f"sizes must be 0 or more and not all 0, got {list(sizes)}")
+    if not 0 <= rank < active:
+        raise ValueError(f"rank must be from 0 to {active - 1}, got {rank}")
+    ends = list(accumulate(sizes))
+    # Whole numbers, so that a boundary is not moved by rounding: rank / active < end /
+    # planned.
+    return bisect_right(ends, rank * planned // active)
 
 
 def _plan(run: Run, works: Sequence[tuple[int, int]], engines: Sequence[Engine]) -> Partition:

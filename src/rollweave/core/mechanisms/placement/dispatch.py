@@ -2,7 +2,7 @@
 
 from rollweave.core import dispatching
 from rollweave.core.dispatching import dispatch_key, loads_of, next_in, pool_for, start_turn
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import work_of
 from rollweave.core.mechanisms.placement import assignment, elastic
 from rollweave.core.mechanisms.placement.assignment import reassign
 from rollweave.core.policy.routing import EngineLoad

@@ -1,18 +1,32 @@
 """The decision to migrate a trajectory, with its KV, to the engine for its new rank,
 while its environment works (Heddle §5.3; `placement/transfers` moves it).
+
+The partition of the last plan is scaled to the trajectories that are left, so that a
+rank keeps its engine as other trajectories end. Heddle moves a trajectory whenever the
+engine of its rank is not its present engine; `gain` also requires that the slower of
+the two engines would be done sooner, by more than the transfer delays the next turn.
 """
 
 from rollweave.core import dispatching
 from rollweave.core.dispatching import pool_for
 from rollweave.core.mechanisms.costs.rates import rate_of
-from rollweave.core.mechanisms.lengths.index import EngineWork, index_of, reindex
-from rollweave.core.mechanisms.lengths.state import domain_of, work_of
+from rollweave.core.mechanisms.lengths.index import (
+    EngineWork,
+    domain_of,
+    index_of,
+    reindex,
+    work_of,
+)
 from rollweave.core.mechanisms.placement import assignment, transfers
-from rollweave.core.mechanisms.placement.policy.migration import worth_it
-from rollweave.core.mechanisms.placement.state import Placement, migration_of
+from rollweave.core.mechanisms.placement.assignment import Placement, migration_of
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Queued, Trajectory, Turn
 from rollweave.schema.events import TurnDone
+
+GAIN = 0.05
+"""Minimum share of an engine's time that a move must save: estimates err, and a moved
+trajectory's KV takes room from others.
+"""
 
 UNEVEN = 1.25
 """Minimum ratio of an engine's work to the least loaded engine's work for a trajectory
@@ -119,6 +133,18 @@ def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Eng
         ),
         exposed_s=max(0.0, transfer_s - (domain_of(run, trajectory).tool_s or 0.0)),
     )
+
+
+def worth_it(
+    source_s: tuple[float, float], target_s: tuple[float, float], *, exposed_s: float
+) -> bool:
+    """Return whether the move lets the engine that ends last end earlier, by `GAIN` of
+    its time and by more than the move delays the trajectory. The seconds to the end of
+    an engine's work are given without and with the move (`mechanisms/lengths/work`);
+    tools are not counted.
+    """
+    before = max(source_s[0], target_s[0])
+    return before - max(source_s[1], target_s[1]) > exposed_s + GAIN * before
 
 
 def _seconds(run: Run, engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float]:

@@ -13,18 +13,43 @@ afterwards.
 """
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 from rollweave.core import attempts, dispatching
-from rollweave.core.mechanisms.lengths.index import reindex
-from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.lengths.index import reindex, work_of
 from rollweave.core.mechanisms.placement import assignment
-from rollweave.core.mechanisms.placement.policy.migration import Request, transfer_epoch
-from rollweave.core.mechanisms.placement.state import Migration, Placement, migration_of
+from rollweave.core.mechanisms.placement.assignment import Migration, Placement, migration_of
 from rollweave.core.run import Run, TurnMove
 from rollweave.core.state import Engine, EngineStatus, Held, Trajectory, Turn
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.commands import Migrate
 from rollweave.schema.events import MigrationDone, WorldLost
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """A pending migration.
+
+    `length` is the predicted length, by which requests are served.
+    """
+
+    number: int
+    length: float
+    source: EngineId
+    target: EngineId
+
+
+def transfer_epoch(requests: Sequence[Request], busy: Collection[EngineId]) -> list[Request]:
+    """Return the requests to start now: longest first, no engine in two transfers at
+    the same time. `busy` engines are in a transfer already.
+    """
+    taken = dict.fromkeys(busy)
+    chosen = []
+    for request in sorted(requests, key=lambda request: (-request.length, request.number)):
+        if request.source not in taken and request.target not in taken:
+            taken |= {request.source: None, request.target: None}
+            chosen.append(request)
+    return chosen
+
 
 PROMPTS_AT_ONCE = 3
 """Maximum number of transfers of prompts in which an engine takes part: most of the

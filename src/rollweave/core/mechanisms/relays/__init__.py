@@ -4,8 +4,14 @@ from collections.abc import Iterator, Mapping
 
 from rollweave.core.mechanisms.relays import fetching
 from rollweave.core.mechanisms.relays.check import check
-from rollweave.core.mechanisms.relays.fetching import RelayCarrier
-from rollweave.core.mechanisms.relays.state import NAME, Relay, Relays, RelayStatus, takes_versions
+from rollweave.core.mechanisms.relays.state import (
+    NAME,
+    Relay,
+    RelayCarrier,
+    Relays,
+    RelayStatus,
+    takes_versions,
+)
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.reading.waits import on_host, version_name
 from rollweave.core.run import HostMove, Mechanism, Run, TrainerMove

@@ -24,7 +24,7 @@ from bisect import insort
 from collections.abc import Mapping
 
 from rollweave.core import weights
-from rollweave.core.mechanisms.membership import joining
+from rollweave.core.mechanisms import membership
 from rollweave.core.mechanisms.relays.state import (
     Fetch,
     Relay,
@@ -32,13 +32,15 @@ from rollweave.core.mechanisms.relays.state import (
     RelayStatus,
     is_chain_head,
     leave_chain,
+    only_it_reaches_the_trainer,
     relay_id,
-    relay_of,
+    site_of,
+    sources_of,
     takes_versions,
 )
 from rollweave.core.policy.relay import join_at, sends_changes
-from rollweave.core.run import Carrier, Run
-from rollweave.core.state import Engine, Phase
+from rollweave.core.run import Run
+from rollweave.core.state import Phase
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
 from rollweave.schema.events import (
     FetchFailed,
@@ -85,10 +87,10 @@ def on_joined(run: Run, event: RelayJoined) -> None:
         _enter(run, relay, RelayStatus.READY)
         order, ranks = part.order, run.state.hosts.ranks
         place = join_at(
-            [_site(run, part.relays[other].host) for other in order],
-            _site(run, relay.host),
-            first=_site(run, ranks[0].host) if ranks else "",
-            master=_only_it_reaches_the_trainer(run, relay),
+            [site_of(run, part.relays[other].host) for other in order],
+            site_of(run, relay.host),
+            first=site_of(run, ranks[0].host) if ranks else "",
+            master=only_it_reaches_the_trainer(run, relay),
         )
         order.insert(place, relay.id)
 
@@ -167,7 +169,9 @@ def on_stalled(run: Run, event: FetchStalled) -> None:
     ):
         return
     tried = {*relay.refused_sources, *relay.stalled_sources, event.source}
-    ways = [source for source in _sources(run, relay, fetch.publication_id) if source not in tried]
+    ways = [
+        source for source in sources_of(run, relay, fetch.publication_id) if source not in tried
+    ]
     if ways:
         run.warn(
             relay.id,
@@ -206,7 +210,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
         return
     if relay.restarts >= run.config.watchdog.restarts:
         text = f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}"
-        joining.evict(run, relay.host, text)
+        membership.evict(run, relay.host, text)
         return
     run.warn(relay.id, f"restarted: {reason}", count="relay_restarted")
     leave_chain(run, relay)
@@ -248,7 +252,7 @@ def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
     there is no such source.
     """
     ways = [
-        source for source in _sources(run, relay, wanted) if source not in relay.refused_sources
+        source for source in sources_of(run, relay, wanted) if source not in relay.refused_sources
     ]
     if ways:
         _fetch(run, relay, wanted, ways[0])
@@ -261,16 +265,16 @@ def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
     cross the link between sites, too.
     """
     part = run.part(Relays)
-    own = _site(run, relay.host)
+    own = site_of(run, relay.host)
     order = part.order
-    sources = _sources(run, relay, wanted)
-    if not sources or sources[0] is None or _site(run, part.relays[sources[0]].host) == own:
+    sources = sources_of(run, relay, wanted)
+    if not sources or sources[0] is None or site_of(run, part.relays[sources[0]].host) == own:
         return False
     before = (part.relays[other] for other in order[: order.index(relay.id)])
     return any(
         other.fetch is not None
         and not other.suspected
-        and _site(run, other.host) == own
+        and site_of(run, other.host) == own
         and _missing_version(run, other) == wanted
         for other in before
     )
@@ -347,31 +351,6 @@ def _source_is_suspected(run: Run, fetch: Fetch) -> bool:
     return fetch.source is not None and run.part(Relays).relays[fetch.source].suspected
 
 
-def _site(run: Run, host: int) -> str:
-    """Return the site of a host, by its pools."""
-    slot = run.state.hosts.up.get(host)
-    pools = run.config.pools
-    sites = (pools[name].site for name in slot.pools if name in pools) if slot is not None else ()
-    return next((site for site in sites if site), "")
-
-
-def _reaches_the_trainer(run: Run, relay: Relay) -> bool:
-    """True if the relay can read the memory in which the trainer publishes, on its
-    first rank's machine. The memory of a lost host is gone, unless all hosts are this
-    machine.
-    """
-    hosts = run.state.hosts
-    machine = hosts.up[relay.host].machine
-    first = hosts.up.get(hosts.ranks[0].host) if hosts.ranks else None
-    return machine == (first.machine if first is not None else "") or not hosts.ranks
-
-
-def _only_it_reaches_the_trainer(run: Run, relay: Relay) -> bool:
-    """True if the relay must be the first of the chain."""
-    machines = {host.machine for host in run.state.hosts.up.values()}
-    return len(machines) > 1 and _reaches_the_trainer(run, relay)
-
-
 def _lead_beside_the_trainer(run: Run) -> None:
     """Make the only relay that reaches the trainer the first of the chain, once the
     trainer has moved to its host.
@@ -381,7 +360,7 @@ def _lead_beside_the_trainer(run: Run) -> None:
     part = run.part(Relays)
     order = part.order
     for relay in [part.relays[name] for name in order]:
-        if _only_it_reaches_the_trainer(run, relay):
+        if only_it_reaches_the_trainer(run, relay):
             if relay.id == order[0]:
                 return
             order.remove(relay.id)
@@ -391,33 +370,6 @@ def _lead_beside_the_trainer(run: Run) -> None:
                 if source is None or relay.fetch.publication_id not in source.versions:
                     _stop(run, relay)
             return
-
-
-def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
-    """The sources from which the relay may fetch these weights, the best first: the
-    nearest relay before it, then any relay that has the weights whole; relays of its
-    site come before all others. None, the trainer, is only for the head of the chain. A
-    suspected relay is no source. After a change that did not fit, sources that have the
-    whole version come first.
-    """
-    part = run.part(Relays)
-    order = part.order
-    at = order.index(relay.id)
-    before = [part.relays[name] for name in reversed(order[:at])]
-    behind = [part.relays[name] for name in order[at + 1 :]]
-    near = [
-        other.id
-        for other in before
-        if not other.suspected and (wanted in other.versions or other.fetching == wanted)
-    ]
-    whole = [
-        other.id for other in (*before, *behind) if not other.suspected and wanted in other.versions
-    ]
-    heads = is_chain_head(part, relay) and _reaches_the_trainer(run, relay)
-    first: list[str | None] = [None] if heads else []
-    ways = [*whole, *near] if relay.force_full else [*near, *whole]
-    own = _site(run, relay.host)
-    return [*first, *sorted(ways, key=lambda name: _site(run, part.relays[name].host) != own)]
 
 
 def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
@@ -525,36 +477,3 @@ def published(run: Run) -> None:
     part.broadcast = {}
     for relay in part.relays.values():
         relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
-
-
-class RelayCarrier(Carrier):
-    """Each engine loads weights that the relay of its host holds (Laminar §4)."""
-
-    def relayed(self, run: Run) -> bool:
-        return run.part(Relays).relayed
-
-    def reach(self, run: Run, engine: Engine) -> list[int] | None:
-        if not run.part(Relays).relayed:
-            return None
-        relay = relay_of(run, engine)
-        return [] if relay is None else relay.versions
-
-    def needed(self, run: Run) -> set[int]:
-        ids, part = set[int](), run.part(Relays)
-        for relay in part.relays.values():
-            if takes_versions(part, relay, run.fleet.hosts):
-                ids |= {*relay.versions[-1:]}
-            if relay.fetch is not None:
-                base = relay.fetch.base
-                ids |= {relay.fetch.publication_id, base if base is not None else -1}
-        return ids
-
-    def held(self, run: Run) -> set[int]:
-        relays = run.part(Relays).relays.values()
-        fetching = {relay.fetching for relay in relays if relay.fetching is not None}
-        return fetching | {held for relay in relays for held in relay.versions}
-
-    def accuse(self, run: Run, engine: Engine, publication_id: int) -> None:
-        relay = relay_of(run, engine)
-        if relay is not None and publication_id in relay.versions:
-            relay.restart_reason = f"{engine.id} cannot load from it"

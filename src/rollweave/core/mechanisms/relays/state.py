@@ -1,4 +1,4 @@
-"""The relays and their chain."""
+"""The relays and their chain: which relay has which weights, and their sources."""
 
 import enum
 from collections.abc import Container
@@ -6,7 +6,7 @@ from collections.abc import Container
 import msgspec
 
 from rollweave.core.policy.relay import repair
-from rollweave.core.run import Run
+from rollweave.core.run import Carrier, Run
 from rollweave.core.state import Engine, State
 
 NAME = "relays"
@@ -129,3 +129,88 @@ def leave_chain(run: Run, relay: Relay) -> None:
     part = run.part(Relays)
     if relay.id in part.order:
         part.order = list(repair(part.order, relay.id).order)
+
+
+def site_of(run: Run, host: int) -> str:
+    """Return the site of a host, by its pools."""
+    slot = run.state.hosts.up.get(host)
+    pools = run.config.pools
+    sites = (pools[name].site for name in slot.pools if name in pools) if slot is not None else ()
+    return next((site for site in sites if site), "")
+
+
+def _reaches_the_trainer(run: Run, relay: Relay) -> bool:
+    """True if the relay can read the memory in which the trainer publishes, on its
+    first rank's machine. The memory of a lost host is gone, unless all hosts are this
+    machine.
+    """
+    hosts = run.state.hosts
+    machine = hosts.up[relay.host].machine
+    first = hosts.up.get(hosts.ranks[0].host) if hosts.ranks else None
+    return machine == (first.machine if first is not None else "") or not hosts.ranks
+
+
+def only_it_reaches_the_trainer(run: Run, relay: Relay) -> bool:
+    """True if the relay must be the first of the chain."""
+    machines = {host.machine for host in run.state.hosts.up.values()}
+    return len(machines) > 1 and _reaches_the_trainer(run, relay)
+
+
+def sources_of(run: Run, relay: Relay, wanted: int) -> list[str | None]:
+    """The sources from which the relay may fetch these weights, the best first: the
+    nearest relay before it, then any relay that has the weights whole; relays of its
+    site come before all others. None, the trainer, is only for the head of the chain. A
+    suspected relay is no source. After a change that did not fit, sources that have the
+    whole version come first.
+    """
+    part = run.part(Relays)
+    order = part.order
+    at = order.index(relay.id)
+    before = [part.relays[name] for name in reversed(order[:at])]
+    behind = [part.relays[name] for name in order[at + 1 :]]
+    near = [
+        other.id
+        for other in before
+        if not other.suspected and (wanted in other.versions or other.fetching == wanted)
+    ]
+    whole = [
+        other.id for other in (*before, *behind) if not other.suspected and wanted in other.versions
+    ]
+    heads = is_chain_head(part, relay) and _reaches_the_trainer(run, relay)
+    first: list[str | None] = [None] if heads else []
+    ways = [*whole, *near] if relay.force_full else [*near, *whole]
+    own = site_of(run, relay.host)
+    return [*first, *sorted(ways, key=lambda name: site_of(run, part.relays[name].host) != own)]
+
+
+class RelayCarrier(Carrier):
+    """Each engine loads weights that the relay of its host holds (Laminar §4)."""
+
+    def relayed(self, run: Run) -> bool:
+        return run.part(Relays).relayed
+
+    def reach(self, run: Run, engine: Engine) -> list[int] | None:
+        if not run.part(Relays).relayed:
+            return None
+        relay = relay_of(run, engine)
+        return [] if relay is None else relay.versions
+
+    def needed(self, run: Run) -> set[int]:
+        ids, part = set[int](), run.part(Relays)
+        for relay in part.relays.values():
+            if takes_versions(part, relay, run.fleet.hosts):
+                ids |= {*relay.versions[-1:]}
+            if relay.fetch is not None:
+                base = relay.fetch.base
+                ids |= {relay.fetch.publication_id, base if base is not None else -1}
+        return ids
+
+    def held(self, run: Run) -> set[int]:
+        relays = run.part(Relays).relays.values()
+        fetching = {relay.fetching for relay in relays if relay.fetching is not None}
+        return fetching | {held for relay in relays for held in relay.versions}
+
+    def accuse(self, run: Run, engine: Engine, publication_id: int) -> None:
+        relay = relay_of(run, engine)
+        if relay is not None and publication_id in relay.versions:
+            relay.restart_reason = f"{engine.id} cannot load from it"

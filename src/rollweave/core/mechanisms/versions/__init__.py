@@ -3,8 +3,8 @@ they began, and engines update one by one.
 """
 
 from rollweave.core.mechanisms.versions import binding, consolidation
+from rollweave.core.mechanisms.versions.binding import Versions
 from rollweave.core.mechanisms.versions.pacing import IndependentPacing
-from rollweave.core.mechanisms.versions.state import Versions
 from rollweave.core.run import Mechanism, TrainerMove
 from rollweave.core.state import Stage
 from rollweave.schema.config.rollout import ModeName

@@ -16,17 +16,49 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
+
 from rollweave.core import evaluation, weights
-from rollweave.core.mechanisms.lengths.index import index_of, reindex
-from rollweave.core.mechanisms.lengths.state import work_of
-from rollweave.core.mechanisms.placement.state import Placement
-from rollweave.core.mechanisms.versions.state import Versions, batch_of, weights_of
-from rollweave.core.policy.staleness import acceptable
+from rollweave.core.mechanisms.lengths.index import index_of, reindex, work_of
+from rollweave.core.mechanisms.placement.assignment import Placement
+from rollweave.core.policy.modes import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.events import WorldLost
 from rollweave.schema.work import Purpose
+
+
+class Batch(msgspec.Struct):
+    """The trajectories that an engine has launched under its weights."""
+
+    launched: int = 0  # trajectories
+    peak_kv: int | None = None  # most KV tokens of its trajectories at earlier checks
+
+
+class Versions(msgspec.Struct):
+    """The part of the state."""
+
+    # the weights (publication id) to which each attempt that was launched is bound
+    trajectories: dict[TrajectoryId, int] = {}
+    engines: dict[EngineId, Batch] = {}
+    unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights
+    consolidated_at: float = 0.0
+
+
+def weights_of(run: Run, trajectory: Trajectory) -> int:
+    """Return the weights to which the attempt is bound; -1 before its launch."""
+    return run.part(Versions).trajectories.get(trajectory.id, -1)
+
+
+def batch_of(run: Run, engine: Engine) -> Batch:
+    """Return what the engine has launched under its weights."""
+    engines: dict[EngineId, Batch] = run.parts[Versions].engines
+    batch = engines.get(engine.id)
+    if batch is None:
+        batch = engines[engine.id] = Batch()
+    return batch
+
 
 BATCH_PER_SLOT = 2
 """Default number of trajectories of an engine for each of its slots: while the

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.costs.caches import REMEMBERED
-from rollweave.core.mechanisms.costs.state import Spent
-from rollweave.core.mechanisms.phases import prompts as phases
-from rollweave.core.policy.disaggregation import LEAST_TOKENS, TRIAL
+from rollweave.core.mechanisms import phases as phases
+from rollweave.core.mechanisms.costs import REMEMBERED
+from rollweave.core.mechanisms.costs.rates import Spent
+from rollweave.core.policy.routing import LEAST_TOKENS, TRIAL
 from rollweave.core.state import OnEngine, Trajectory, Turn
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

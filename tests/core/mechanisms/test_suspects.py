@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollweave.core import dispatching, engines, watchdog
-from rollweave.core.mechanisms.membership import joining
-from rollweave.core.mechanisms.suspects import MOST_EXCUSED, acquit
+from rollweave.core.mechanisms import membership
+from rollweave.core.mechanisms.suspects import (
+    MOST_EXCUSED,
+    acquit,
+    engine_for_suspect,
+    excuses,
+    may_isolate,
+)
+from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Suspicion
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.summary import summarize
 from rollweave.schema import commands as c
-from rollweave.schema.base import GroupId, TaskId
+from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason, Task
 from rollweave.sim.faults import NullObserver
@@ -205,7 +214,7 @@ def test_turns_are_no_suspects_where_they_cannot_be_to_blame(why: str) -> None:
     if why == "borrowed":
         engine.lender = "serving"
     if why == "its host is gone":
-        joining.displace(run, engine, "the host is lost")
+        membership.displace(run, engine, "the host is lost")
     else:
         engines.restart(run, engine, "lost: killed", lost=True)
     assert suspects_of(run) == []
@@ -247,3 +256,55 @@ def test_a_single_engine_that_never_finishes_a_turn_is_removed_in_the_end() -> N
     engines.restart(run, engine, "lost: killed", lost=True)
     engines.restart(run, engine, "lost: killed", lost=True)
     assert E0 not in run.state.engines
+
+
+IDS = st.sets(st.sampled_from([EngineId(f"e{at}") for at in range(5)]))
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> list[EngineLoad]:
+    return [
+        EngineLoad(
+            id=name,
+            active=draw(st.integers(0, 3)),
+            slots=draw(st.integers(1, 3)),
+            tokens=draw(st.integers(0, 3)),
+            borrowed=draw(st.booleans()),
+        )
+        for name in sorted(draw(IDS))
+    ]
+
+
+@given(engines=loads(), avoid=IDS, isolating=IDS)
+def test_a_suspect_goes_where_it_harms_least(
+    engines: list[EngineLoad], avoid: set[EngineId], isolating: set[EngineId]
+) -> None:
+    """That is an engine that was not lost with it, if there is one, and one that serves
+    no users, though others may have fewer turns.
+    """
+    chosen = engine_for_suspect(engines, avoid=avoid, isolating=isolating)
+    kind = [one for one in engines if not one.borrowed] or engines
+    kind = [one for one in kind if one.id not in avoid] or kind
+    free = [one for one in kind if one.id not in isolating]
+    assert (chosen is None) is not bool(free)
+    if chosen is not None:
+        (taken,) = [one for one in free if one.id == chosen]
+        assert all((taken.active, taken.tokens) <= (one.active, one.tokens) for one in free)
+
+
+def test_few_engines_run_suspects_and_one_always_may() -> None:
+    most = {
+        engines: max(
+            count + 1 for count in range(9) if may_isolate(isolating=count, engines=engines)
+        )
+        for engines in (0, 1, 2, 4, 7, 8, 16)
+    }
+    assert most == {0: 1, 1: 1, 2: 1, 4: 1, 7: 1, 8: 2, 16: 4}
+
+
+def test_an_engine_that_only_its_own_turns_blame_is_at_fault_in_the_end() -> None:
+    assert excuses(elsewhere=True, excused=10**6)
+    assert [excuses(elsewhere=False, excused=count) for count in (0, MOST_EXCUSED - 1)] == [
+        True
+    ] * 2
+    assert not excuses(elsewhere=False, excused=MOST_EXCUSED)

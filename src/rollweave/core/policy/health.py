@@ -1,12 +1,32 @@
-"""Decide whether a server is healthy, from checks of it, and which engines each of
-several rollout servers uses (ProRL's client).
-
-`core/policy/routing` decides which engine runs a rollout's turn.
+"""Decide whether a server is healthy, from checks of it; which engines each of several
+rollout servers uses (ProRL's client); and whether the log-probs of an engine differ
+from the trainer's by more than rounding, because it computes with other weights than
+the trainer believes.
 """
 
 from collections.abc import Mapping, Sequence
 
 from rollweave.schema.base import Struct
+
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.1}
+"""Maximum mean difference that rounding explains, by the least precise number format
+among weights and activations.
+"""
+
+GAP = "logprob_gap/"
+"""Beginning of the names of the metrics by engine (`train/metrics.py`)."""
+
+
+def max_gap(*formats: str) -> float:
+    """Return the maximum gap where numbers have these formats."""
+    return max(MAX_GAP[name] for name in formats)
+
+
+def wide_gaps(values: Mapping[str, float], limit: float) -> dict[str, float]:
+    """Return each engine's gap that is wider than `limit`."""
+    gaps = {name.removeprefix(GAP): gap for name, gap in values.items() if name.startswith(GAP)}
+    return {engine: gap for engine, gap in gaps.items() if not gap <= limit}
+
 
 DOWN_AFTER = 3
 """Number of failed checks in a row that make a server unhealthy: one failure may be a

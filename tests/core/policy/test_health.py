@@ -1,14 +1,33 @@
-"""Health by checks, and engines dealt to servers: by what must hold whatever
-happens.
-"""
+"""Health checks of servers, the servers that each rollout server uses, and gaps."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.core.policy.balancing import DOWN_AFTER, UP_AFTER, Host, Hysteresis, spread
+from rollweave.core.policy.health import (
+    DOWN_AFTER,
+    UP_AFTER,
+    Host,
+    Hysteresis,
+    max_gap,
+    spread,
+    wide_gaps,
+)
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_wide"), [(0.0, False), (1e-3, False), (2e-3, True), (math.nan, True)]
+)
+def test_a_gap_is_wide_beyond_rounding(gap: float, is_wide: bool) -> None:
+    values = {"logprob_gap/e0": gap, "logprob_gap/e1": 0.0, "logprob_gap_mean": 5.0, "loss": 9.0}
+    assert list(wide_gaps(values, max_gap("float32"))) == (["e0"] if is_wide else [])
+
+
+def test_the_least_precise_format_counts() -> None:
+    assert max_gap("float32", "bfloat16") == max_gap("bfloat16") > max_gap("float32")
 
 
 @given(st.lists(st.booleans(), max_size=60))

@@ -8,8 +8,8 @@ anything goes wrong before, the second dispatch follows, and the engine computes
 that it lacks. So a turn is sampled whole by one engine, and its tokens are the same as
 in a run without prefill engines.
 
-`core/policy/disaggregation` decides. It is given the tokens that engines should have
-cached (`costs/caches`). The cost of a prompt is learned at prefill engines from the
+`core/policy/routing` decides. It is given the tokens that engines should have
+cached (`mechanisms/costs`). The cost of a prompt is learned at prefill engines from the
 seconds for which they are busy, and at other engines from the times of finished turns.
 If only one of the two costs is known, the other is assumed to be equal.
 
@@ -20,18 +20,18 @@ or moves is on an engine that samples, and on no other engine.
 import msgspec
 
 from rollweave.core import attempts, dispatching, turns
-from rollweave.core.mechanisms.costs.caches import (
+from rollweave.core.mechanisms.costs import (
     cached_tokens,
     price,
     record_prefix,
     sampling_price,
     spend,
 )
-from rollweave.core.mechanisms.costs.rates import kind_of
-from rollweave.core.mechanisms.costs.state import Spent, turn_costs_of
+from rollweave.core.mechanisms.costs.rates import Spent, kind_of, turn_costs_of
 from rollweave.core.mechanisms.placement import transfers
-from rollweave.core.policy.disaggregation import LEAST_TOKENS, TRIAL, PrefillSite, prefill_site
-from rollweave.core.run import Run
+from rollweave.core.policy.routing import LEAST_TOKENS, TRIAL, PrefillSite, prefill_site
+from rollweave.core.policy.scheduling import splits_turns
+from rollweave.core.run import Mechanism, Run, TurnMove
 from rollweave.core.state import MOVING, Engine, OnEngine, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config.engines import BLOCK_TOKENS
@@ -277,3 +277,19 @@ def check(run: Run) -> None:
     assert not prompts, f"no turn waits for {prompts}"
     for engine_id in part.engines:
         assert not run.state.engines[engine_id].samples, f"{engine_id} computes prompts"
+
+
+MECHANISM = Mechanism(
+    name="phases",
+    used=splits_turns,
+    state=Phases,
+    handlers={PrefillDone: on_prefilled, WorldLost: on_world_lost},
+    follows={
+        TurnMove.GIVEN: give,
+        TurnMove.BEGUN: begin_sampling,
+        TurnMove.REFUSED: give_up,
+        TurnMove.LEFT: withdraw,
+        TurnMove.CARRIED: carried,
+    },
+    check=check,
+)

@@ -1,4 +1,5 @@
-"""Serving engines that the run borrows: which ones, and for how long (ROSE §4).
+"""Serving engines that the run borrows: which ones, and for how long (ROSE §4). The
+engines with the lowest recent use of KV memory are borrowed, each by at most one run.
 
 A borrowed engine is an engine like any other. It joins in the middle of a step, loads
 weights while the run's own engines continue, takes turns only with weights that are at
@@ -10,17 +11,51 @@ engines than `loans.engines`.
 """
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
 from rollweave.core import dispatching, turns
-from rollweave.core.mechanisms.membership import joining, members
-from rollweave.core.policy.borrowing import LEASE_S, must_return, to_borrow
+from rollweave.core.mechanisms import membership
+from rollweave.core.mechanisms.membership import members
 from rollweave.core.run import Mechanism, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import EngineSlot, LendersReported
+from rollweave.schema.events import EngineSlot, Lender, LendersReported
+
+LEASE_S = 30.0
+"""Seconds after which an engine is given back if its lender no longer reports it as
+lent to the run.
+"""
+
+
+def to_borrow(lenders: Iterable[Lender], *, held: Iterable[str], most: int) -> list[str]:
+    """Return the lenders to borrow in addition to those in `held`, up to `most` in all,
+    the least used first.
+    """
+    taken = set(held)
+    free = [
+        lender
+        for lender in lenders
+        if not (lender.lent_to or lender.recalled or lender.name in taken)
+    ]
+    free.sort(key=lambda lender: (lender.kv_use, lender.name))
+    return [lender.name for lender in free[: max(0, most - len(taken))]]
+
+
+def must_return(name: str, lenders: Iterable[Lender], *, run: str) -> str:
+    """Return the reason why a borrowed engine must be given back immediately; "" if it
+    may be kept. A lender that is not reported may be late: its lease decides.
+    """
+    for lender in lenders:
+        if lender.name == name:
+            if lender.recalled:
+                return "its lender needs it"
+            if lender.lent_to not in ("", run):
+                return f"it is lent to {lender.lent_to}"
+    return ""
+
 
 BUSY = "serving"
 """The reason why a borrowed engine takes no turns: serving needs all of it."""
@@ -68,7 +103,7 @@ def on_reported(run: Run, event: LendersReported) -> None:
             degree=run.config.engines[0].degree,
             lender=lender_name,
         )
-        if joining.start(run, slot):
+        if membership.start(run, slot):
             run.part(Loans).engines[slot.id] = run.now
 
 
@@ -88,7 +123,7 @@ def give_back(run: Run, engine: Engine, reason: str) -> None:
         turn = run.state.trajectories[trajectory_id].open_turn
         turn.returned_with = engine.publication_id
     engine.leaving = True
-    joining.drain(run, engine)
+    membership.drain(run, engine)
     turns.recall_all(run, engine)
 
 

@@ -1,1 +1,0 @@
-"""Pure decisions about the places of trajectories, one question in each file."""
