@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.core import dispatching, turns
-from rollweave.core.mechanisms.loans import must_return, rest_s, to_borrow
+from rollweave.core.mechanisms.loans import must_return, to_borrow
+from rollweave.core.policy.retry import rest_s
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Queued, Trajectory
 from rollweave.core.turns import set_timer

@@ -45,7 +45,8 @@ buffered (`groups`), the trainer takes a batch (`training`), publishes its weigh
 engines load them (`weight_updates`). How far rollouts run ahead, and when engines
 update, is one `Pacing` (`core/pacing`). `examples/one_step.py` drives these by hand.
 The sub-machines ask pure functions for their decisions, most of them in `core/policy`:
-`modes` says what may still be trained on, `routing` which engine gets a turn. Rewards are computed by worlds (`rollout/reward_sources`), not here.
+`modes` says what may still be trained on, `routing` which engine gets a turn. Rewards
+are computed by worlds (`rollout/reward_sources`), not here.
 
 Mechanisms (`core/mechanisms`) are optional behaviors, without which a run trains, too:
 each has its state (a part of the snapshot), handlers, steps, invariants and waits in a
