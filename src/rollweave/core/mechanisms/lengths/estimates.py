@@ -12,7 +12,6 @@ rank that changes there (`core/policy/scheduling`; Heddle §4.2).
 import math
 
 from rollweave.core import attempts, dispatching
-from rollweave.core.mechanisms.lengths import estimates
 from rollweave.core.mechanisms.lengths.index import Lengths, Work, domain_of, reindex, work_of
 from rollweave.core.mechanisms.lengths.work import occupied
 from rollweave.core.policy.scheduling import (
@@ -270,7 +269,7 @@ def set_rank(run: Run, trajectory: Trajectory, turn: Turn) -> None:
 def on_prediction(run: Run, event: PredictionReady) -> None:
     """Act on the trajectory's new estimate wherever its turn is."""
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
-    if trajectory is None or not estimates.learn_prediction(run, trajectory, event):
+    if trajectory is None or not learn_prediction(run, trajectory, event):
         return
     # the trajectory's order in the KV of this engine may have changed
     run.dirty_queues.append(work_of(run, trajectory).assigned_engine)
@@ -331,5 +330,5 @@ def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: 
 def check_ranks(run: Run) -> None:
     """Promote overtaken turns, and turns that have outrun their estimates."""
     promote_overdue(run)
-    for trajectory in estimates.revise_outrun(run):
+    for trajectory in revise_outrun(run):
         rerank(run, trajectory)
