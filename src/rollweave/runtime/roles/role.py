@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rollweave.core.policy.binding import Binding, Demand, bind
-from rollweave.core.policy.pools import empty_pools
+from rollweave.core.policy.binding import Binding, Demand, bind, empty_pools
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.io.wire import encode
 from rollweave.record.rundir import RunDir
