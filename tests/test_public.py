@@ -144,7 +144,7 @@ def test_import_loads_nothing_heavy() -> None:
 @pytest.mark.variants
 @pytest.mark.parametrize(
     "first",
-    ["import rollweave.train.files", "from rollweave.train import files", "import rollweave"],
+    ["import rollweave.io.disk", "from rollweave.train import needs", "import rollweave"],
 )
 def test_train_is_the_function_whatever_is_imported_first(first: str) -> None:
     done = python(

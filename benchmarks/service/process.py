@@ -15,7 +15,7 @@ from rollweave.io.http.access import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.service import launch
-from rollweave.service.backends import backend_factory
+from rollweave.service.engines import backend_factory
 from rollweave.service.service import Service
 
 

@@ -33,8 +33,8 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.training import Save, Saved
 from rollweave.schema.work import Purpose
 from rollweave.train.checkpoint import EXPORT
-from rollweave.train.optimizer import BETAS
 from rollweave.train.scratch import build_checkpoint
+from rollweave.train.state import BETAS
 from rollweave.train.trainer import Trainer
 
 CONFIG = "frozenlake_fixed.toml"

@@ -24,8 +24,7 @@ from benchmarks.vllm.phases import read_updates
 from rollweave.engine.servers.reports import PHASES
 from rollweave.engine.servers.vllm import vllm_version
 from rollweave.envs.tasks import TaskSource
-from rollweave.record.journal import JournalEntry
-from rollweave.record.journal_file import JournalReader
+from rollweave.record.journal import JournalEntry, JournalReader
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.loading import load

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.io.disk import NEW_SUFFIX
-from rollweave.record.journal_file import SCHEMA_VERSION, JournalReader, JournalWriter
+from rollweave.record.journal import SCHEMA_VERSION, JournalReader, JournalWriter
 from rollweave.record.record_file import HEAD, HEADER
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import CorruptJournalError

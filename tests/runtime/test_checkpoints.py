@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from rollweave.io import disk
+from rollweave.io.disk import new_directory
 from rollweave.runtime.checkpoints import Checkpoints
-from rollweave.train.files import new_directory
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollweave.record.identity import read_identity, write_identity
-from rollweave.record.journal import Replay, RunJournal
-from rollweave.record.journal_file import SNAPSHOT, journal_format
-from rollweave.record.rundir import RunDir
+from rollweave.record.journal import SNAPSHOT, Replay, RunJournal, journal_format
+from rollweave.record.rundir import RunDir, read_identity, write_identity
 from rollweave.record.store import TrajectoryStore
 from rollweave.runtime.processes import Processes
 from rollweave.runtime.recover import lost, rebuild, recover

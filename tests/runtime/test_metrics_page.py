@@ -11,7 +11,7 @@ import pytest
 from rollweave.core.counters import SchedulingCounters, WeightCounters
 from rollweave.core.state import State
 from rollweave.record.rundir import RunDir
-from rollweave.record.steps import CounterSnapshot
+from rollweave.record.summary import CounterSnapshot
 from rollweave.runtime.launch import train
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.prediction import PredictorStats
@@ -36,9 +36,9 @@ STRUCTS = {
 """Sections whose keys are exactly the fields of a struct."""
 
 SOURCES = {
-    "step": ("runtime/metrics.py", "record/steps.py", "sim/metrics.py"),
+    "step": ("runtime/metrics.py", "record/summary.py", "sim/metrics.py"),
     "trainer": (
-        "train/metrics.py",
+        "train/update.py",
         "train/critic.py",
         "train/rows.py",
         "train/trainer.py",
@@ -47,8 +47,8 @@ SOURCES = {
     ),
     "idle.engines": ("core/idle.py",),
     "idle.trainer": ("core/idle.py",),
-    "workers": ("record/steps.py",),
-    "affinity": ("record/steps.py",),
+    "workers": ("record/summary.py",),
+    "affinity": ("record/summary.py",),
     "evaluation": ("runtime/metrics.py",),
     "other": ("runtime/metrics.py", "runtime/launch.py", "runtime/world.py", "sim/metrics.py"),
 }

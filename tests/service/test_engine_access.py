@@ -17,9 +17,9 @@ from rollweave.schema.address import Hosts, check_names, parse_address
 from rollweave.schema.config.run import ServeConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
-from rollweave.service import registry
+from rollweave.service import engines
 from rollweave.service.client import RolloutClient
-from rollweave.service.engine_access import check_engine_host
+from rollweave.service.engines import check_engine_host
 from tests.service.api import call
 from tests.support.rollout_service import service_config, serving
 
@@ -241,7 +241,7 @@ async def test_engine_tokens_are_readable_by_the_owner_only_and_never_returned(
 async def test_bounds_registrations_and_refuses_foreign_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_ENGINES", 3)
+    monkeypatch.setattr(engines, "MAX_ENGINES", 3)
     with serving(service_config(tmp_path)) as service:
         answers = [
             (

@@ -10,8 +10,8 @@ import pytest
 
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, RolloutRequest
-from rollweave.service.backends import backend_factory, vocab_size
 from rollweave.service.client import NoServiceError, RolloutClient
+from rollweave.service.engines import backend_factory, vocab_size
 from tests.service.api import call, game, wait_until
 from tests.support.rollout_service import Program, serving
 from tests.support.services import elsewhere, registered

@@ -29,7 +29,7 @@ from rollweave.schema.service import EngineRequest, Error, RolloutRequest
 from rollweave.schema.work import StopReason, Task
 from rollweave.service import rollouts
 from rollweave.service.client import RolloutClient
-from rollweave.service.engine_access import EngineTokens
+from rollweave.service.engines import EngineTokens
 from rollweave.service.jobs import Job, JobStore
 from rollweave.service.service import Service
 from tests.service.api import call, game, wait_until

@@ -10,7 +10,7 @@ import msgspec
 
 from rollweave.service import http
 from rollweave.service.adapters.prorl import ProRL
-from rollweave.service.openapi import document
+from rollweave.service.routes import document
 from tests.service.api import call, game
 from tests.support.rollout_service import service_config, serving
 

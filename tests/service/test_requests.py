@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import RolloutRequest
-from rollweave.service.errors import TooLargeError
-from rollweave.service.requests import MAX_VALUES, decode_requests
+from rollweave.service.base import TooLargeError
+from rollweave.service.routes import MAX_VALUES, decode_requests
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),

@@ -65,7 +65,7 @@ IMPORTED_LATER = {
     "rollweave.cli.entry": ("rollweave.cli.main",),
     "rollweave.cli.train": (*ENGINE, *TRAINER),
     "rollweave.runtime.entrypoints.engine": ENGINE,
-    "rollweave.runtime.entrypoints.predictor": ("rollweave.train.lengths.regressors",),
+    "rollweave.runtime.entrypoints.predictor": ("rollweave.train.regressors",),
     "rollweave.runtime.entrypoints.trainer": TRAINER,
     "tests.support.vllm_server": ENGINE,
 }

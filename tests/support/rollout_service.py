@@ -20,7 +20,7 @@ from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
-from rollweave.service.backends import BackendFactory, backend_factory
+from rollweave.service.engines import BackendFactory, backend_factory
 from rollweave.service.service import Service
 from tests.support.fake_runs import FAKES, ROOT, make_config
 from tests.support.forking import Forked

@@ -17,14 +17,13 @@ from rollweave.schema.training import (
     TrainOn,
 )
 from rollweave.schema.work import Batch
-from rollweave.train.critic import Critic
+from rollweave.train.critic import Critic, load_value_model
 from rollweave.train.distributed import ALONE
 from rollweave.train.model import load_model
 from rollweave.train.packing import pack
 from rollweave.train.rows import batch_rows
+from rollweave.train.state import load_named_tensors
 from rollweave.train.trainer import Trainer
-from rollweave.train.values import load_value_model
-from rollweave.train.weights import load_named_tensors
 from tests.support.architectures import build, read
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_extended, mostly_slow

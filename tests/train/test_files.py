@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from rollweave.io import disk
-from rollweave.train.files import new_directory
+from rollweave.io.disk import new_directory
 from tests.support.forking import Forked
 
 
@@ -102,7 +102,7 @@ def test_replacing_never_leaves_the_name_empty(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from rollweave.train.files import new_directory
+from rollweave.io.disk import new_directory
 from tests.support.forking import Forked
 with new_directory(Path(sys.argv[1])) as directory:
     (directory / "x").write_text("half")

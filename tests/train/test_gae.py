@@ -20,7 +20,7 @@ from rollweave.schema.work import (
     Trajectory,
     TurnSpan,
 )
-from rollweave.train.gae import Estimate, estimate, standardized
+from rollweave.train.critic import Estimate, estimate, standardized
 from rollweave.train.rows import batch_rows
 from tests.support.properties import examples
 from tests.support.trainers import make_trajectory

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from rollweave.schema.config.algorithm import AlgorithmConfig
 from rollweave.train import losses
 from rollweave.train.losses import IS_CAP, k3, kl_coefficient, policy_loss, token_weights
-from rollweave.train.metrics import TOKEN_SUMS, age_shares, metrics_from_sums
+from rollweave.train.update import TOKEN_SUMS, age_shares, metrics_from_sums
 from tests.support.properties import examples
 
 LOSSES = ["ppo", "dual_clip", "gspo", "cispo", "dppo"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollweave.schema.config.training import TrainerConfig
-from rollweave.train.optimizer import (
+from rollweave.train.state import (
     Snapshot,
     clip_gradients,
     learning_rate,

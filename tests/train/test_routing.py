@@ -14,10 +14,10 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import Trained, TrainOn
 from rollweave.schema.work import Batch, Routes, SegmentKind, TokenSequence, Trajectory
+from rollweave.train.loading import load_transformers_model
 from rollweave.train.packing import FREE, Example, pack
 from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_loading import load_transformers_model
 from rollweave.train.transformers_model import TransformersModel
 from tests.support.architectures import build
 from tests.support.trainers import CPU, make_batch, make_examples

@@ -20,8 +20,8 @@ from rollweave.train.distributed import (
     rows_of,
     saved_rows,
 )
+from rollweave.train.loading import examine
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_loading import examine
 from tests.support.architectures import build
 from tests.support.trainers import make_batch, make_config
 from tests.train.asking import published

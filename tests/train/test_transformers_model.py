@@ -14,11 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import Restore, Restored, Save, Saved, TrainOn
-from rollweave.train.loading import implementation_of, load_trained_model
+from rollweave.train.loading import (
+    examine,
+    implementation_of,
+    load_trained_model,
+    load_transformers_model,
+)
 from rollweave.train.model import Reference
 from rollweave.train.packing import Example, pack
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_loading import examine, load_transformers_model
 from rollweave.train.transformers_model import TransformersModel
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint

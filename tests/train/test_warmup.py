@@ -18,9 +18,8 @@ from rollweave.train import trainer
 from rollweave.train.distributed import RankGroup
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
-from rollweave.train.passes import Passes
+from rollweave.train.passes import Passes, warmup_example
 from rollweave.train.trainer import Trainer
-from rollweave.train.warmup import warmup_example
 from tests.support.trainers import CPU, make_config, make_model, make_sequence
 
 

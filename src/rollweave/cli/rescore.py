@@ -14,8 +14,7 @@ from rich.markup import escape
 from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.runs import find_run
 from rollweave.envs.threads import EnvThreads
-from rollweave.record.identity import run_id
-from rollweave.record.rundir import RunDir
+from rollweave.record.rundir import RunDir, run_id
 from rollweave.record.store import (
     Scored,
     StoredAttempt,

@@ -16,7 +16,7 @@ from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.service import launch
-from rollweave.service.backends import backend_factory
+from rollweave.service.engines import backend_factory
 
 SUFFIX = "-service"
 """Suffix that the name of a service has after the name of the run whose checkpoint it

@@ -32,6 +32,9 @@ the call.
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 """Constants from <linux/falloc.h>, likewise."""
 
+PARTIAL = ".partial-"
+"""Separates the name of a directory from the process that is filling it."""
+
 REPLACED_SUFFIX = ".partial-replaced"
 """Suffix of a directory that is being replaced on a file system that cannot exchange
 two names.
@@ -165,6 +168,37 @@ def replace_directory(path: Path, new: Path) -> None:
     sync(path.parent)
     if former is not None:
         shutil.rmtree(former, ignore_errors=True)  # a leftover only takes space
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill; on success it is synced and becomes `path`,
+    replacing an existing directory; on failure nothing is left behind, and the existing
+    directory is untouched. Passes OSErrors through.
+
+    An unfinished directory has the suffix `.partial-…`, and is removed by the next
+    writer of the same name, or when the run is resumed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for sibling in path.parent.iterdir():
+        if sibling.name.startswith(path.name + PARTIAL):
+            shutil.rmtree(sibling, ignore_errors=True)
+    partial = path.with_name(f"{path.name}{PARTIAL}{os.getpid()}")
+    try:
+        partial.mkdir()
+        yield partial
+        _sync_tree(partial)
+        replace_directory(path, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync_tree(root: Path) -> None:
+    for directory, _, names in os.walk(root):
+        for name in names:
+            sync(Path(directory, name))
+        sync(Path(directory))
 
 
 def file_digest(path: Path) -> str:

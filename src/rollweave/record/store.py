@@ -48,7 +48,6 @@ SEGMENT_BYTES = 64 << 20
 hand, large enough that segments are few.
 """
 
-
 STORED_TOKEN_BYTES = 16
 """Approximate bytes of one token in the store: its id, its log-prob, and its share of
 the segments.

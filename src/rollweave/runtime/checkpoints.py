@@ -25,7 +25,7 @@ from rollweave.weights.needs import trained_parameters
 
 UNFINISHED = "step-*.partial-*"
 """Pattern of the directories that a trainer was writing when it was killed
-(`train/files.py`), of staged ones, and of those that were being removed.
+(`io/disk.py`), of staged ones, and of those that were being removed.
 """
 
 STAGED = ".partial-epoch-"

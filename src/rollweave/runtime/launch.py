@@ -19,8 +19,7 @@ from rollweave.core.mechanisms.membership.members import engines_to_start, first
 from rollweave.core.policy.health import max_gap
 from rollweave.envs.rules import named
 from rollweave.envs.tasks import TaskSource
-from rollweave.record.identity import Identity, model_digests, write_identity
-from rollweave.record.rundir import RunDir
+from rollweave.record.rundir import Identity, RunDir, model_digests, write_identity
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.cluster import GatheredHosts, programs_of

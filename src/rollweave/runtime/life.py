@@ -19,9 +19,8 @@ from rollweave.core.mechanisms.membership.bindings import (
 )
 from rollweave.engine.clients.base import Generates
 from rollweave.envs.tasks import TaskSource
-from rollweave.record.identity import write_identity
 from rollweave.record.journal import RunJournal
-from rollweave.record.rundir import RunDir
+from rollweave.record.rundir import RunDir, write_identity
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import LIMIT, Trace
 from rollweave.record.turn_log import TurnLog

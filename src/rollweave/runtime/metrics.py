@@ -28,7 +28,7 @@ from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
 from rollweave.io.extras import how_to_install
 from rollweave.io.reading import CHUNK, lines, opened
-from rollweave.record.steps import CounterSnapshot
+from rollweave.record.summary import CounterSnapshot
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.errors import ConfigError

@@ -13,8 +13,7 @@ from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.servers.attached import holder_name, server_token
 from rollweave.io.child import Spawn
-from rollweave.record.identity import run_id
-from rollweave.record.rundir import RunDir
+from rollweave.record.rundir import RunDir, run_id
 from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
 from rollweave.runtime.recover import model_dir
 from rollweave.runtime.roles.group import WorkerPlace

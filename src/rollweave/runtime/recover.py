@@ -19,16 +19,16 @@ from rollweave.core.core import Core
 from rollweave.core.state import ALIVE, Stage, State
 from rollweave.envs.rules import rules_of
 from rollweave.io.reading import lines
-from rollweave.record.identity import (
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import (
     Identity,
     Kind,
+    RunDir,
     changed_files,
     new_identity,
     read_identity,
     write_identity,
 )
-from rollweave.record.journal import Replay
-from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore, stored_bytes
 from rollweave.record.turn_log import TurnLog
 from rollweave.runtime.checkpoints import Checkpoints

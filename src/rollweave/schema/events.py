@@ -609,7 +609,7 @@ class StepTrained(TaggedStruct, frozen=True, kw_only=True):
 
 
 class GroupRatio(Struct, frozen=True, kw_only=True):
-    """The mean importance ratio of a group, positive and finite (`train/ratios.py`)."""
+    """The mean importance ratio of a group, positive and finite (`train/passes.py`)."""
 
     id: GroupId
     ratio: float

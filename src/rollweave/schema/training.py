@@ -76,7 +76,7 @@ class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
 
 class TrainMetrics(Struct, frozen=True, kw_only=True):
     """Metrics of one (mini-)batch: `values` has stable, documented names (see
-    `train/metrics.py`).
+    `train/update.py`).
     """
 
     values: dict[str, float]
@@ -92,7 +92,7 @@ class Trained(TaggedStruct, frozen=True, kw_only=True):
 
 class Measured(TaggedStruct, frozen=True, kw_only=True):
     """The mean importance ratio of each group, in the order of the command
-    (`train/ratios.py`).
+    (`train/passes.py`).
     """
 
     ratios: tuple[float, ...]

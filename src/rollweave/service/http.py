@@ -31,11 +31,16 @@ from rollweave.schema.service import (
     RolloutStatus,
     RolloutStatuses,
 )
-from rollweave.service.engine_access import check_engine_host
-from rollweave.service.errors import UnknownError
-from rollweave.service.openapi import document
-from rollweave.service.requests import decode_requests
-from rollweave.service.routes import TEMPORARY, Route, errors, json_response
+from rollweave.service.base import UnknownError
+from rollweave.service.engines import check_engine_host
+from rollweave.service.routes import (
+    TEMPORARY,
+    Route,
+    decode_requests,
+    document,
+    errors,
+    json_response,
+)
 from rollweave.service.service import Service
 
 PAGE = 1000

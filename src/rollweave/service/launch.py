@@ -40,10 +40,8 @@ from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Programs
 from rollweave.service import http
 from rollweave.service.adapters.prorl import ProRL
-from rollweave.service.backends import BackendFactory
-from rollweave.service.engine_access import EngineTokens
+from rollweave.service.engines import BackendFactory, EngineTokens, is_registered
 from rollweave.service.jobs import JobStore, job_of_group
-from rollweave.service.registry import is_registered
 from rollweave.service.service import Service
 from rollweave.train.lengths import check_installed
 

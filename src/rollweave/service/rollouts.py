@@ -1,9 +1,11 @@
-"""The rollouts of a service: accepts requests, passes them to the core, and keeps their
-results.
+"""The rollouts of a service: accepts requests, resolves their tasks, passes them to the
+core, and keeps their results.
 
 Invariants: a request that was accepted ends in a result for each member, also if the
 service is killed and started again on the same directory; submitting twice under one id
-is the same as submitting once; what waits to begin is bounded, in number and in bytes.
+is the same as submitting once; what waits to begin is bounded, in number and in bytes;
+only one task is drawn at a time, also when the client has disconnected, because task
+sources are not thread-safe; a draw that takes too long is abandoned.
 """
 
 import asyncio
@@ -18,30 +20,32 @@ import msgspec
 from rollweave.core.state import Stage
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.store import TrajectoryStore
+from rollweave.runtime.tasks import DRAW_S, on_thread
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Deliver
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import CorruptJournalError
+from rollweave.schema.errors import ConfigError, CorruptJournalError, RollweaveError
 from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
+from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.service import (
     Completion,
     Completions,
     MemberStatus,
+    RequestedLimits,
     RolloutPage,
     RolloutRequest,
     RolloutStatus,
 )
-from rollweave.schema.work import Task
-from rollweave.service.errors import (
+from rollweave.schema.work import Limits, Purpose, Task
+from rollweave.service.base import (
     ClosedError,
     ConflictError,
     FullError,
     GoneError,
     UnknownError,
+    WorldPort,
 )
 from rollweave.service.jobs import Job, JobStore, Result
-from rollweave.service.tasks import TaskResolver
-from rollweave.service.world_port import WorldPort
 
 STAGES = {
     Stage.QUEUED: "queued",
@@ -74,6 +78,71 @@ some milliseconds.
 """
 
 T = TypeVar("T")
+
+
+class TaskResolver:
+    def __init__(self, source: TaskSource) -> None:
+        self._source = source
+        self._drawing = asyncio.Lock()
+        self._draws: set[asyncio.Task[Task]] = set()
+
+    async def resolve(self, request: RolloutRequest) -> Task:
+        """Return the task of `request`, with its limits.
+
+        Raises ConfigError for a payload that is too deep or an index that cannot be
+        drawn.
+        """
+        if request.payload is not None:
+            if is_deep(request.payload):
+                raise ConfigError(f"payload must be at most {DEPTH} levels deep")
+            payload = msgspec.json.encode(request.payload).decode()
+            task = self._source.task_of(request.handler, payload=payload, seed=request.seed)
+        else:
+            task = await self._draw_alone(request)
+        return msgspec.structs.replace(task, limits=_tightened(task.limits, request.limits))
+
+    async def _draw_alone(self, request: RolloutRequest) -> Task:
+        """Draw the task while no other is drawn. If the client disconnects, the draw
+        still finishes before the next one begins.
+        """
+        await self._drawing.acquire()
+        drawing = asyncio.create_task(self._draw(request), name=f"draw {request.handler}")
+        self._draws.add(drawing)
+        drawing.add_done_callback(self._forget_draw)
+        return await asyncio.shield(drawing)
+
+    async def _draw(self, request: RolloutRequest) -> Task:
+        assert request.index is not None, "index or payload"
+        draw = functools.partial(self._source.draw, request.handler, request.index, Purpose.SERVE)
+        try:
+            async with asyncio.timeout(DRAW_S):
+                return await on_thread(draw, f"draw {request.handler}")
+        except TimeoutError as error:
+            raise ConfigError(
+                f"index must be of a task that is drawn within {DRAW_S:g} s, got {request.index}"
+            ) from error
+        except RollweaveError as error:
+            raise ConfigError(
+                f"index must be of a task that can be drawn, got {request.index}: {error}"
+            ) from error
+        finally:
+            self._drawing.release()
+
+    def _forget_draw(self, drawing: asyncio.Task[Task]) -> None:
+        self._draws.discard(drawing)
+        if not drawing.cancelled():
+            # mark the exception as retrieved: the client may have disconnected
+            drawing.exception()
+
+
+def _tightened(limits: Limits, requested: RequestedLimits) -> Limits:
+    """Return the handler's limits, lowered where the request asks for less."""
+    lowered = {
+        name: min(value, getattr(limits, name))
+        for name in requested.__struct_fields__
+        if (value := getattr(requested, name)) is not None
+    }
+    return msgspec.structs.replace(limits, **lowered)
 
 
 class RolloutManager:

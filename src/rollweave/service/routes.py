@@ -1,27 +1,47 @@
 """The routes of a service's APIs. One row of a table is both what the server calls and
-what the OpenAPI document describes (`service/openapi.py`).
+what the OpenAPI 3.1 document describes (`document`).
 
 Invariants: a body, and the parameters of a query, are decoded into the structs that the
-handler's signature names, or refused with a message that names field, rule and value;
-what a handler refuses is answered in the form of its API; no request causes a 500.
+handler's signature names, or refused with a message that names field, rule and value; a
+body that is too large is refused before it is decoded into objects; a batch is decoded
+a few requests at a time, so that even the largest body does not block the event loop
+for long; what a handler refuses is answered in the form of its API; no request causes a
+500.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, get_type_hints
+from types import UnionType
+from typing import Any, Final, TypeVar, cast, get_args, get_type_hints
 
+import msgspec
 from aiohttp import web
 from msgspec import inspect
 
 from rollweave.io.http.bodies import body_of
+from rollweave.io.http.guard import OPEN
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.packing import as_json
-from rollweave.schema.service import Error, ErrorDetail
-from rollweave.schema.text import decimal
-from rollweave.service.errors import RefusedError
-from rollweave.service.requests import decode_json
+from rollweave.schema.service import Error, ErrorDetail, RolloutRequest
+from rollweave.schema.text import decimal, decoding_failure
+from rollweave.service.base import RefusedError, TooLargeError
 
 T = TypeVar("T")
+
+MAX_VALUES: Final = 1_000_000
+"""Approximate maximum number of JSON values in one body. Decoding that many takes some
+tenths of a second.
+"""
+
+SCAN_BYTES: Final = 1 << 20
+"""Number of bytes that are scanned between two yields to the event loop, which takes
+milliseconds.
+"""
+
+REQUESTS_AT_ONCE: Final = 100
+"""Number of requests that are decoded between two yields to the event loop."""
 
 BODY_BYTES = 16 << 20
 """Maximum size of a request's body: thousands of rollouts with long payloads."""
@@ -54,6 +74,68 @@ TYPE_OF_STATUS: Mapping[int, str] = {
     507: "disk",
 }
 """HTTP status → `type` of an error."""
+
+GUARDED = (401, 403, 421)
+"""Statuses with which the guard may refuse any request (`io/http/guard.py`); with a
+body, also 413 and 415. They have the form of the service's own API.
+"""
+
+Schemas = Mapping[Any, dict[str, Any]]
+"""Type → its JSON schema."""
+
+
+async def decode_requests(body: bytes, *, max_requests: int) -> tuple[list[RolloutRequest], bool]:
+    """Return the requests in `body`, and whether they are a batch.
+
+    Raises TooLargeError for more than `max_requests`, and ConfigError for an invalid
+    request.
+    """
+    await _check_value_count(body)
+    parts = decode_json(body, dict[str, msgspec.Raw])
+    if "rollouts" not in parts:
+        return [decode_json(body, RolloutRequest)], False
+    elements = decode_json(parts.pop("rollouts"), list[msgspec.Raw], what="rollouts")
+    if parts:
+        raise ConfigError(
+            f'the body must be {{"rollouts": [...]}} and nothing else, got also {min(parts)!r:.100}'
+        )
+    if len(elements) > max_requests:
+        raise TooLargeError(
+            f"rollouts must be at most {max_requests} requests, got {len(elements)}"
+        )
+    if not elements:
+        raise ConfigError("rollouts must have at least one request, got none")
+    requests = []
+    for number, element in enumerate(elements):
+        requests.append(decode_json(element, RolloutRequest, what=f"rollouts[{number}]"))
+        if number % REQUESTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return requests, True
+
+
+async def _check_value_count(body: bytes) -> None:
+    """Count the JSON values in `body`: each but the first follows a comma or
+    bracket.
+    """
+    values = 0
+    for start in range(0, len(body), SCAN_BYTES):
+        values += sum(body.count(mark, start, start + SCAN_BYTES) for mark in (b",", b"[", b"{"))
+        if values > MAX_VALUES:
+            raise TooLargeError(f"the body must hold at most {MAX_VALUES} JSON values, got more")
+        await asyncio.sleep(0)
+
+
+def decode_json(body: bytes | msgspec.Raw, kind: type[T], *, what: str = "the body") -> T:
+    """Decode one of `kind`. Raises ConfigError if it is not one: the message has the
+    broken rule of its values, or says that `what` must be as the document describes.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if isinstance(error.__cause__, ValueError):  # a rule of ours, which names the field
+            raise ConfigError(f"{what}: {error}") from error
+        rule = f"{what} must be JSON as described in /openapi.json"
+        raise ConfigError(f"{rule}: {decoding_failure(bytes(body), error)}") from error
 
 
 def status_of(error: Exception) -> int:
@@ -213,3 +295,84 @@ def _rule(request: web.Request, error: web.HTTPException) -> str:
             )
         case _:
             return error.reason
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """Describe every route, with its parameters, its body and its answers."""
+    kinds = [Error, *(kind for route in routes for kind in _structs(route).values())]
+    structs = dict.fromkeys(part for kind in kinds for part in _parts(kind))
+    described, components = msgspec.json.schema_components(
+        structs, ref_template="#/components/schemas/{name}"
+    )
+    schemas = dict(zip(structs, described, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Rollweave: rollouts as a service", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}],
+    }
+
+
+def _structs(route: Route) -> dict[str, Any]:
+    """Return the types of the route's answer, its refusals and its body, if any."""
+    structs = {"answer": route.answer or route.hints["return"], "refusal": route.refusal}
+    body = route.body or route.hints.get("body")
+    return {**structs, "body": body} if body is not None else structs
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def _content(description: str, kind: Any, schemas: Schemas, *, of: str = JSON) -> dict[str, Any]:
+    described = [schemas[part] for part in _parts(kind)]
+    schema = {"oneOf": described} if len(described) > 1 else described[0]
+    return {"description": description, "content": {of: {"schema": schema}}}
+
+
+def _operation(route: Route, schemas: Schemas) -> dict[str, Any]:
+    structs, name = _structs(route), route.handler.__name__
+    by_guard = (*GUARDED, *((413, 415) if "body" in structs else ()))
+    refusals = {**dict.fromkeys(route.errors, route.refusal), **dict.fromkeys(by_guard, Error)}
+    answer = _content(route.summary, structs["answer"], schemas, of=route.kind)
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": f"{route.tag.lower()}_{name}" if route.tag else name,
+        "tags": [route.tag] if route.tag else [],
+        "parameters": _described_parameters(route),
+        "responses": {
+            str(route.status): answer,
+            **{
+                str(status): _content("Refused", kind, schemas) for status, kind in refusals.items()
+            },
+        },
+    }
+    if "body" in structs:
+        content = _content("", structs["body"], schemas)["content"]
+        operation["requestBody"] = {"required": True, "content": content}
+    if route.path in OPEN:  # probes send no token
+        operation["security"] = [{}]
+        del operation["responses"]["401"]
+    return operation
+
+
+def _described_parameters(route: Route) -> list[dict[str, Any]]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", route.path)
+    ]
+    query = route.hints.get("query")
+    if query is not None:
+        (schema,) = msgspec.json.schema(query)["$defs"].values()
+        parameters += [
+            {"name": name, "in": "header" if is_header(name) else "query", "schema": described}
+            for name, described in schema["properties"].items()
+        ]
+    return parameters

@@ -10,11 +10,10 @@ from rollweave.runtime.live_world import ServiceWorld
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import Health
-from rollweave.service.engine_access import EngineTokens
+from rollweave.service.base import WorldPort
+from rollweave.service.engines import EngineRegistry, EngineTokens
 from rollweave.service.jobs import JobStore
-from rollweave.service.registry import EngineRegistry
 from rollweave.service.rollouts import RolloutManager
-from rollweave.service.world_port import WorldPort
 
 
 class Service:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.io.disk import AppendFile
-from rollweave.record.steps import CounterSnapshot
+from rollweave.record.summary import CounterSnapshot
 from rollweave.schema import commands as c
 from rollweave.sim.world import World
 

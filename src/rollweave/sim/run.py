@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollweave.record.identity import new_identity, write_identity
 from rollweave.record.journal import RunJournal
-from rollweave.record.rundir import RunDir
+from rollweave.record.rundir import RunDir, new_identity, write_identity
 from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.schema.config.root import RunConfig

@@ -50,7 +50,7 @@ def token_advantages(
     - `distill` (on-policy distillation, MiniLLM arXiv:2306.08543, GKD
       arXiv:2306.13649): log p of the teacher - log p with which the engine sampled, for
       each token alone, within ±`MAX_LOG_RATIO`, plus `reward_weight` times (reward -
-      group mean). - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by the
+      group mean). - `gae`, `gae_turn`: 0, until `train/critic.py` replaces them by the
       critic's advantages.
 
     A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.

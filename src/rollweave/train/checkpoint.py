@@ -27,12 +27,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollweave.io.disk import file_digest
+from rollweave.io.disk import PARTIAL, file_digest, new_directory
 from rollweave.io.tokenizer import tokenizer_files
 from rollweave.schema.config.model import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup, Split
-from rollweave.train.files import PARTIAL, new_directory
 from rollweave.weights.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -1,15 +1,21 @@
 """The critic of PPO: a model that predicts the return from each state, trained together
-with the policy.
+with the policy, and generalized advantage estimation with its values (GAE,
+arXiv:1506.02438 eq. 16), token by token or turn by turn.
 
-Invariants: it starts from the weights of the policy, with a head that gives 0; it has
-the policy's division into minibatches, ranks and micro-batches; a minibatch changes it
-only if the policy's part of the step has succeeded, too.
+Invariants: the critic starts from the weights of the policy, with the names and shapes
+of the policy's parameters, except that a head `value`, which gives 0 at first, is in
+place of the head over the vocabulary; it has the policy's division into minibatches,
+ranks and micro-batches; a minibatch changes it only if the policy's part of the step
+has succeeded, too. A value is the value of the state in which a token is sampled; the
+state after the last turn has the value 0; `gamma` discounts between turns, never within
+a turn.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -18,24 +24,190 @@ from rollweave.io.machine import computed_dtype
 from rollweave.schema.config.algorithm import OF_CRITIC
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
-from rollweave.schema.work import Batch
-from rollweave.train.distributed import RankGroup, local_tensor
-from rollweave.train.gae import Estimate, estimate, standardized
-from rollweave.train.model import Scores
-from rollweave.train.optimizer import (
+from rollweave.schema.work import Batch, Trajectory, TurnSpan
+from rollweave.train.advantages import MIN_DEVIATION, reward_of, turn_rewards, turns_of
+from rollweave.train.distributed import ALONE, RankGroup, local_tensor
+from rollweave.train.loading import Implementation, implementation_of, load_transformers_as
+from rollweave.train.model import Model, Reference, Scores, load_as
+from rollweave.train.packing import Packed
+from rollweave.train.passes import Passes
+from rollweave.train.rows import Row
+from rollweave.train.state import (
+    Residence,
     Snapshot,
     clip_gradients,
     learning_rate,
+    load_named_tensors,
     load_optimizer_tensors,
+    named_tensors,
     new_optimizer,
     optimizer_tensors,
     set_learning_rate,
 )
-from rollweave.train.passes import Passes
-from rollweave.train.residence import Residence
-from rollweave.train.rows import Row
-from rollweave.train.values import load_value_model
-from rollweave.train.weights import load_named_tensors, named_tensors
+from rollweave.train.transformers_model import TransformersModel
+from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.views import StoredTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ValueModel(Model):
+    """A decoder of this package's own implementation."""
+
+    def __init__(self, shape: ModelShape, compute_dtype: torch.dtype) -> None:
+        super().__init__(shape, compute_dtype)
+        del self.lm_head
+        self.value = nn.Parameter(torch.zeros(shape.hidden))
+
+    def tie(self) -> None:
+        """Do nothing: there is no head over the vocabulary."""
+
+    def forward(
+        self, packed: Packed, temperature: float, reference: Reference | None = None
+    ) -> Scores:
+        """Return values in the place of log-probs."""
+        return _scores(self.hidden(packed), self.value)
+
+
+class TransformersValueModel(TransformersModel):
+    """A decoder of transformers. It chooses experts by itself, even where the policy's
+    experts are recorded.
+    """
+
+    def __init__(
+        self, causal: "PreTrainedModel", stored: StoredTensors, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(causal, stored, compute_dtype)
+        width = causal.get_output_embeddings().weight.shape[1]
+        self.value = nn.Parameter(torch.empty(width, device="meta"))
+
+    def parts_of(self, causal: "PreTrainedModel") -> Iterable[tuple[str, nn.Module]]:
+        head = causal.get_output_embeddings()
+        return ((name, child) for name, child in causal.named_children() if child is not head)
+
+    def forward(
+        self, packed: Packed, temperature: float, reference: Reference | None = None
+    ) -> Scores:
+        """Return values in the place of log-probs."""
+        return _scores(self.hidden(dataclasses.replace(packed, routes=None)), self.value)
+
+
+def load_value_model(
+    path: Path,
+    implementation: Implementation | None,
+    *,
+    dtype: str,
+    device: torch.device,
+    ranks: RankGroup = ALONE,
+) -> ValueModel | TransformersValueModel:
+    """Load the trunk of a Hugging Face checkpoint directory, sharded over `ranks`.
+    Raises `TrainerError`, which names what is not supported or missing.
+    """
+    model: ValueModel | TransformersValueModel
+    if (implementation or implementation_of(path)) == "transformers":
+        model = load_transformers_as(
+            TransformersValueModel, path, dtype=dtype, device=device, ranks=ranks
+        )
+    else:
+        model = load_as(ValueModel, path, dtype=dtype, device=device, ranks=ranks)
+    with torch.no_grad():
+        local_tensor(model.value).zero_()
+    return model
+
+
+def _scores(states: torch.Tensor, value: nn.Parameter) -> Scores:
+    values = states.float() @ value.float()
+    nothing = torch.zeros_like(values)
+    return Scores(values, nothing, nothing)
+
+
+class Estimate(NamedTuple):
+    """The estimates at the output tokens of one row, each [M].
+
+    `valued` are the tokens at which the critic is to predict `returns`; `covered` are
+    the tokens that belong to a turn.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    valued: torch.Tensor
+    covered: torch.Tensor
+
+
+def estimate(
+    trajectory: Trajectory,
+    rows: Sequence[Row],
+    values: Sequence[torch.Tensor],
+    *,
+    gae_lambda: float,
+) -> list[Estimate]:
+    """Return the estimates of a trajectory's rows from the values [M] at their tokens.
+
+    - `gae`: each token is a step, and the last one of a turn has the turn's reward.
+      A_t = δ_t + γ λ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t, where γ is 1 within a
+      turn.
+    - `gae_turn`: each turn is a step with the value of its first token; all its tokens
+      have its advantage, and the critic learns at the first one.
+
+    A turn without output tokens is not a step, but its reward and discount count.
+    """
+    algorithm = rows[0].algorithm
+    by_turn = algorithm.advantage == "gae_turn"
+    estimates = [
+        Estimate(
+            advantages=torch.zeros(row.outputs),
+            returns=torch.zeros(row.outputs),
+            valued=torch.zeros(row.outputs, dtype=torch.bool),
+            covered=torch.zeros(row.outputs, dtype=torch.bool),
+        )
+        for row in rows
+    ]
+    place_of = {row.sequence: place for place, row in enumerate(rows)}
+    spans = turns_of(trajectory)
+    rewards = turn_rewards(reward_of(trajectory, algorithm), spans)
+    next_value = next_advantage = 0.0
+    for (sequence, span), reward in zip(reversed(spans), reversed(rewards), strict=True):
+        place = place_of.get(sequence)
+        inside = [] if place is None else _inside(rows[place], span)
+        if place is None or not inside:  # no state: its reward belongs to the turn before it
+            next_value = reward + algorithm.gamma * next_value
+            next_advantage *= algorithm.gamma
+            continue
+        made = estimates[place]
+        for number, index in enumerate(reversed(inside[:1] if by_turn else inside)):
+            value = float(values[place][index])
+            discount = algorithm.gamma if number == 0 else 1.0
+            delta = (reward if number == 0 else 0.0) + discount * next_value - value
+            next_advantage = delta + discount * gae_lambda * next_advantage
+            next_value = value
+            made.advantages[index] = next_advantage
+            made.returns[index] = next_advantage + value
+            made.valued[index] = True
+        if by_turn:
+            made.advantages[inside] = next_advantage
+        made.covered[inside] = True
+    return estimates
+
+
+def _inside(row: Row, span: TurnSpan) -> list[int]:
+    """Return the places of a turn's tokens among the output tokens of its row."""
+    targets = row.example.targets
+    found: list[int] = ((targets >= span.start) & (targets < span.end)).nonzero().flatten().tolist()
+    return found
+
+
+def standardized(estimates: Mapping[int, Estimate]) -> dict[int, torch.Tensor]:
+    """Return advantages by row, minus their mean over the tokens of all turns and
+    divided by their standard deviation, as PPO's implementations do.
+    """
+    flat = torch.cat([of_row.advantages[of_row.covered] for of_row in estimates.values()])
+    mean, deviation = flat.mean(), flat.std(correction=0)
+    scale = 0.0 if float(deviation) <= MIN_DEVIATION else 1 / float(deviation)
+    return {
+        index: torch.where(each.covered, (each.advantages - mean) * scale, 0.0)
+        for index, each in estimates.items()
+    }
 
 
 class Critic:

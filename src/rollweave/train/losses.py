@@ -70,7 +70,7 @@ def policy_loss(
     kl: float,
     algorithm: AlgorithmConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all
+    """Return the weighted loss (a scalar) and the sums of `update.TOKEN_SUMS`; all
     inputs are [M], for M output tokens of sequences with `lengths` of them.
 
     The loss of a token is the loss of `_surrogate`, with the ratio ρ = exp(logprobs -

@@ -1,22 +1,33 @@
 """Forward and backward passes over examples, divided into micro-batches and among
-ranks.
+ranks, and what needs only passes: the distance of a buffered group from the current
+policy, and the supervised warm-up, in which a model with random weights learns the
+format from scripted transcripts before reinforcement learning.
 
 Invariants: all ranks make the same number of passes (their collectives must match), so
 a rank without work repeats an example and discards the result; the ranks of a tensor
 group make the same passes; the contribution of an example does not depend on the
-division.
+division. A group's ratio is positive and finite, and the same on every rank. Every
+token of the warm-up counts the same within a step; the optimizer's state is discarded
+after the warm-up.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from rollweave.schema.config.training import TrainerConfig
+from rollweave.schema.errors import NonFiniteLossError, TrainerError
+from rollweave.schema.work import ScoredGroup, SegmentKind, TokenSequence
 from rollweave.train.distributed import RankGroup, sync_gradients
 from rollweave.train.loading import TrainedModel
+from rollweave.train.losses import MAX_LOG_RATIO
 from rollweave.train.model import Reference, Scores
 from rollweave.train.needs import CACHE_TOKENS
 from rollweave.train.packing import Example, pack, split_micro_batches
-from rollweave.train.rows import balance
+from rollweave.train.rows import Row, balance
+from rollweave.train.state import clip_gradients, new_optimizer, set_learning_rate
 from rollweave.train.tensor_parallel import sync_tensor_group
 
 LossOf = Callable[[list[int], Scores], torch.Tensor]
@@ -27,6 +38,17 @@ targets.
 ReferenceOf = Callable[[list[int]], Reference]
 """Returns the reference at the concatenated targets of the examples with these indices.
 """
+
+SCRATCH_LR = 1e-2
+"""Learning rate for a model from scratch; a checkpoint is warmed up with the peak rate
+of training.
+"""
+
+DOMAIN_TRANSCRIPTS = 16
+"""Transcripts of each task domain in a step."""
+
+FINAL_SHARE = 0.1
+"""Fraction of the learning rate at the last step; it decreases linearly."""
 
 
 class Passes:
@@ -136,3 +158,104 @@ class Passes:
         own_plan = plans[self.ranks.data_rank]
         missing = max(len(plan) for plan in plans) - len(own_plan)
         return own_plan + [[chosen[0]]] * missing, len(own_plan)
+
+
+def group_ratios(
+    passes: Passes, rows: Sequence[Row], groups: Sequence[ScoredGroup], *, temperature: float
+) -> tuple[float, ...]:
+    """Return exp(mean of current log-prob - rollout's log-prob over the output tokens)
+    of each group; 1 if it has no output tokens. This is the geometric mean of the
+    tokens' importance ratios, each bounded as in the loss. `rows` are the rows of all
+    groups, in order. Raises `NonFiniteLossError` for a log-prob that is not finite.
+    """
+    chosen = range(len(rows))
+    current = (
+        passes.logprobs([row.example for row in rows], chosen, temperature=temperature)
+        if rows
+        else {}
+    )
+    owners = [place for place, group in enumerate(groups) for _ in group.trajectories]
+    gaps: list[list[torch.Tensor]] = [[] for _ in groups]
+    for index, row in enumerate(rows):
+        gap = current[index].cpu().double() - row.behavior.double()
+        gaps[owners[row.trajectory]].append(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    means = [float(torch.cat(values).mean()) if values else 0.0 for values in gaps]
+    for group, mean in zip(groups, means, strict=True):
+        if not math.isfinite(mean):
+            raise NonFiniteLossError(
+                f"log-probs of group {group.id}: their mean difference to the rollout's is {mean}"
+            )
+    return tuple(map(math.exp, means))
+
+
+def warm_up(
+    passes: Passes,
+    transcripts: Iterator[TokenSequence],
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    observations: bool,
+    trainer: TrainerConfig,
+) -> list[float]:
+    """Take optimizer steps with `batch` transcripts per step; return the loss (nats per
+    token) of each step.
+
+    Trains on the output tokens, with `observations` on prompt and observation
+    tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
+    """
+    optimizer = new_optimizer(
+        passes.model,
+        lr=lr,
+        weight_decay=trainer.weight_decay,
+        offload="optimizer" in trainer.save_memory,
+    )
+    losses = []
+    for step in range(steps):
+        examples = [
+            warmup_example(sequence, observations=observations)
+            for sequence in _take_transcripts(transcripts, batch)
+        ]
+        examples = [example for example in examples if len(example.targets)]
+        if not examples:
+            raise TrainerError("warm-up needs transcripts with output tokens")
+        set_learning_rate(optimizer, lr * (1 - (1 - FINAL_SHARE) * step / max(1, steps - 1)))
+        optimizer.zero_grad(set_to_none=True)
+        weight = 1 / sum(len(example.targets) for example in examples)
+        loss = passes.backward(
+            examples,
+            range(len(examples)),
+            temperature=1.0,
+            loss_of=lambda _, scores, weight=weight: -scores.logprobs.sum() * weight,  # type: ignore[misc]
+        )
+        norm = clip_gradients(passes.model, trainer.max_grad_norm)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"warm-up step {step}: loss {loss:g}, gradient norm {norm:g}; the learning rate is "
+                f"{lr:g}"
+            )
+        optimizer.step()
+        losses.append(loss)
+    optimizer.zero_grad(set_to_none=True)
+    return losses
+
+
+def warmup_example(sequence: TokenSequence, *, observations: bool) -> Example:
+    """Select the targets of a transcript: its output tokens, or with `observations` all
+    tokens but the first.
+    """
+    mask = torch.zeros(len(sequence.tokens), dtype=torch.bool)
+    for segment in sequence.segments:
+        if observations or segment.kind is SegmentKind.OUTPUT:
+            mask[segment.start : segment.end] = True
+    mask[:1] = False
+    return Example(tokens=torch.tensor(sequence.tokens), targets=mask.nonzero().flatten())
+
+
+def _take_transcripts(transcripts: Iterator[TokenSequence], count: int) -> list[TokenSequence]:
+    chosen = list(itertools.islice(transcripts, count))
+    if len(chosen) < count:
+        raise TrainerError(
+            f"warm-up needs {count} transcripts per step, only {len(chosen)} were left"
+        )
+    return chosen

@@ -22,8 +22,8 @@ from rollweave.schema.errors import RollweaveError, TrainerError
 from rollweave.schema.training import Publish
 from rollweave.schema.weights import TensorMeta, WeightManifest
 from rollweave.train.distributed import RankGroup, local_tensor, published_rows, to_rows
+from rollweave.train.state import trained_parameters
 from rollweave.train.tensor_parallel import division_of
-from rollweave.train.weights import trained_parameters
 from rollweave.weights.memory import Ranges, combined_digest
 from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
 from rollweave.weights.staging import Staging

@@ -47,27 +47,23 @@ from rollweave.train.critic import Critic
 from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks, with_tensor_groups
 from rollweave.train.loading import load_trained_model
 from rollweave.train.lora import NewAdapters
-from rollweave.train.optimizer import (
-    Snapshot,
-    load_optimizer_tensors,
-    new_optimizer,
-    optimizer_tensors,
-)
-from rollweave.train.passes import Passes
+from rollweave.train.passes import DOMAIN_TRANSCRIPTS, SCRATCH_LR, Passes, group_ratios, warm_up
 from rollweave.train.publishing import WeightPublisher
-from rollweave.train.ratios import group_ratios
-from rollweave.train.residence import Residence
 from rollweave.train.rows import Row, batch_rows, overlong_fraction, teacher_kl
-from rollweave.train.tensor_parallel import division_of
-from rollweave.train.update import Update
-from rollweave.train.warmup import DOMAIN_TRANSCRIPTS, SCRATCH_LR, warm_up
-from rollweave.train.weights import (
+from rollweave.train.state import (
+    Residence,
+    Snapshot,
     clone_parameters,
     load_named_tensors,
+    load_optimizer_tensors,
     named_tensors,
+    new_optimizer,
+    optimizer_tensors,
     swapped_weights,
     trained_parameters,
 )
+from rollweave.train.tensor_parallel import division_of
+from rollweave.train.update import Update
 
 EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
 """Exceptions that data, disks and devices raise. Any other is a bug of ours and ends

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollweave.io.extras import from_extra
 from rollweave.schema.errors import ConfigError, WeightsError
-from rollweave.train.packed_attention import IMPLEMENTATION, register
+from rollweave.train.attention import IMPLEMENTATION, register
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.views import StoredTensors, View
 

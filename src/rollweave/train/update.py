@@ -1,8 +1,11 @@
-"""The optimizer steps of one batch: epochs, minibatches, corrections and metrics.
+"""The optimizer steps of one batch: epochs, minibatches, corrections and metrics, which
+docs/METRICS.md describes by name.
 
-Invariants: group advantages are computed before anything is split; proximal and
-reference log-probs are computed once per batch, before the first update; a minibatch
-whose loss or gradient norm is not finite raises before its optimizer step.
+Token metrics are means over the output tokens that went through the model, over all
+passes of the batch; metrics that do not apply to a step are absent. Invariants: group
+advantages are computed before anything is split; proximal and reference log-probs are
+computed once per batch, before the first update; a minibatch whose loss or gradient
+norm is not finite raises before its optimizer step.
 """
 
 import math
@@ -10,18 +13,105 @@ from collections.abc import Sequence
 
 import torch
 
+from rollweave.core.policy.health import GAP
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
 from rollweave.train.critic import Critic
+from rollweave.train.distributed import RankGroup
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
-from rollweave.train.metrics import TOKEN_SUMS, GapMeter, age_shares, metrics_from_sums
 from rollweave.train.model import Reference, Scores
-from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rollweave.train.passes import Passes
-from rollweave.train.routing import routed_fraction
 from rollweave.train.rows import Row, minibatches
-from rollweave.train.weights import swapped_weights
+from rollweave.train.state import clip_gradients, learning_rate, set_learning_rate, swapped_weights
+from rollweave.train.transformers_model import routed_fraction
+
+TOKEN_SUMS = (
+    "count",
+    "advantage_abs",
+    "kl_rollout",
+    "ratio",
+    "ratio_squared",
+    "chi2",
+    "kl_reference",
+    "entropy",
+    "clipped",
+    "masked",
+)
+"""The per-token values that `losses.policy_loss` sums, in the order of its tensor."""
+
+OLDEST = 16
+"""Greatest age, in versions, that is counted separately; older tokens count as this
+age.
+"""
+
+
+def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
+    """Compute metrics from summed `TOKEN_SUMS` [10]. If no token was computed, only the
+    share of masked tokens is known, which is 0.
+    """
+    total = dict(zip(TOKEN_SUMS, sums.tolist(), strict=True))
+    count = total["count"]
+    if not count:
+        return {"mask_fraction": 0.0}
+    metrics = {
+        "advantage_abs": total["advantage_abs"] / count,
+        "kl_rollout": total["kl_rollout"] / count,
+        "chi2": total["chi2"] / count,
+        "ess": total["ratio"] ** 2 / (count * total["ratio_squared"]),
+        "entropy": total["entropy"] / count,
+        "clip_fraction": total["clipped"] / count,
+        "mask_fraction": total["masked"] / count,
+    }
+    if with_reference:
+        metrics["kl_reference"] = total["kl_reference"] / count
+    return metrics
+
+
+def age_shares(ages: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the share of tokens of each age, up to the oldest age. Empty without
+    tokens.
+    """
+    if not ages:
+        return {}
+    counts = torch.cat(list(ages)).clamp(0, OLDEST).bincount()
+    total = int(counts.sum())
+    return {f"age/{age}": count / total for age, count in enumerate(counts.tolist())}
+
+
+class GapMeter:
+    """Measures the train-inference gap by engine: |trainer's - engine's log-prob| of
+    tokens that exactly the same weights sampled.
+    """
+
+    def __init__(self, engines: Sequence[str]) -> None:
+        self._engines = list(engines)
+        self._sums = torch.zeros(len(self._engines), 2, dtype=torch.float64)  # gaps, tokens
+        self._max = torch.zeros(1, dtype=torch.float64)
+
+    def add(self, engine: str, gaps: torch.Tensor) -> None:
+        """Add gaps [K] of tokens sampled on `engine`."""
+        if len(gaps):
+            place = self._engines.index(engine)
+            self._sums[place, 0] += gaps.sum(dtype=torch.float64)
+            self._sums[place, 1] += len(gaps)
+            self._max = torch.maximum(self._max, gaps.max().double())
+
+    def metrics(self, ranks: RankGroup) -> dict[str, float]:
+        """Return the metrics; empty if there was no such token (for example because all
+        are stale).
+        """
+        sums = ranks.all_reduce_sum(self._sums)
+        gap, count = sums.sum(0).tolist()
+        greatest = ranks.all_reduce_max(self._max)
+        if not count:
+            return {}
+        by_engine = {
+            f"{GAP}{engine}": float(total) / float(tokens)
+            for engine, (total, tokens) in zip(self._engines, sums.tolist(), strict=True)
+            if engine and tokens
+        }
+        return by_engine | {"logprob_gap_mean": gap / count, "logprob_gap_max": float(greatest)}
 
 
 class Update:
@@ -63,7 +153,7 @@ class Update:
         self._norms: list[float] = []
 
     def run(self) -> dict[str, float]:
-        """Take all optimizer steps and return metrics (see `metrics`).
+        """Take all optimizer steps and return metrics (docs/METRICS.md).
 
         Raises `NonFiniteLossError` before a bad step.
         """

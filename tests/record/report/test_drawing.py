@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.record.report.charts import MAX_BOXES, busy_bins, choose_window
 from rollweave.record.report.data import TraceSpan
 from rollweave.record.report.svg import Frame, nice_ticks, number, smoothed, stacked
-from rollweave.record.report.timeline import MAX_BOXES, busy_bins, choose_window
 from rollweave.record.trace import ENVIRONMENTS, TRAINER
 from tests.support.properties import examples
 

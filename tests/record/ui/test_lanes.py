@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rollweave.record.report.charts import busy_bins
 from rollweave.record.report.data import TraceSpan
-from rollweave.record.report.timeline import busy_bins
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER, Trace
 from rollweave.record.ui.lanes import MAX_BOXES, LaneIndex
 

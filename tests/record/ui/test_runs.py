@@ -17,8 +17,8 @@ import pytest
 
 from rollweave.record.rundir import RunDir
 from rollweave.record.ui.attempts import Query
-from rollweave.record.ui.prometheus import metrics
-from rollweave.record.ui.runs import POINTS, Runs, RunView, UnknownRunError
+from rollweave.record.ui.runs import Runs, prometheus_text
+from rollweave.record.ui.view import POINTS, RunView, UnknownRunError
 from rollweave.schema.status import WaitStatus
 from tests.support.busy_runs import write_large_run, write_status
 from tests.support.synthetic_run import write_run
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_one_line_and_the_rest_stays(
     assert "\n" not in line
     assert len(overview["success"][0]["points"]) == 20
     assert overview["step"] == 20
-    assert metrics(Runs(run.path).figures())
+    assert prometheus_text(Runs(run.path).figures())
 
 
 def test_settings_of_another_shape_are_left_out(run: RunDir) -> None:
@@ -172,7 +172,7 @@ def test_the_longest_of_several_waits_for_one_target_counts(run: RunDir) -> None
         for what, seconds in (("starting", 900.0), ("stepping", 1.0))
     )
     figures["status"] = msgspec.structs.replace(figures["status"], waits=waits)
-    text = metrics([figures])
+    text = prometheus_text([figures])
     (line,) = [line for line in text.splitlines() if line.startswith("rollweave_run_wait")]
     assert line.endswith(" 900")
 
@@ -301,7 +301,7 @@ def test_long_curves_are_thinned_to_means_with_their_range(run: RunDir) -> None:
 
 def test_the_metrics_for_prometheus(run: RunDir) -> None:
     write_status(run, pid=os.getpid())
-    text = metrics([RunView(run.path).figures()])
+    text = prometheus_text([RunView(run.path).figures()])
     assert 'rollweave_run_up{run="made-up",state="running"} 1\n' in text
     assert 'rollweave_run_steps_total{run="made-up"} 20\n' in text
     assert 'rollweave_run_engine_turns{run="made-up",engine="e0"} 1\n' in text
@@ -313,4 +313,4 @@ def test_the_metrics_for_prometheus(run: RunDir) -> None:
         if not line.startswith("#"):
             assert line.split("{")[0] in names
             float(line.rsplit(" ", 1)[1])
-    assert metrics([]) == ""
+    assert prometheus_text([]) == ""

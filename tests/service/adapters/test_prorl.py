@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from rollweave.service.adapters.prorl import task_domain
-from rollweave.service.backends import backend_factory
+from rollweave.service.engines import backend_factory
 from tests.service.api import call, wait_until
 from tests.support.rollout_service import Serving, service_config, serving
 from tests.support.services import elsewhere, registered

@@ -33,8 +33,8 @@ from rollweave.service.adapters.trl import (
     rollout_reward,
     rows,
 )
-from rollweave.service.backends import backend_factory
 from rollweave.service.client import Rollouts
+from rollweave.service.engines import backend_factory
 from tests.support.accounts import balances
 from tests.support.chats import CHATML, SPECIAL_MAP, bpe
 from tests.support.rollout_service import service_config, serving

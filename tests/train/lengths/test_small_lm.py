@@ -55,7 +55,7 @@ def test_reads_an_informative_plan(checkpoint: str, name: str) -> None:
 
 
 def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) -> None:
-    from rollweave.train.lengths.small_lm import BATCH, backbone  # scikit-learn takes a second
+    from rollweave.train.regressors import BATCH, backbone  # scikit-learn takes a second
 
     backbone.cache_clear()
     states = backbone(checkpoint)
@@ -69,7 +69,7 @@ def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) 
 
 
 def test_folds_ids_unknown_to_the_checkpoint(checkpoint: str) -> None:
-    from rollweave.train.lengths.small_lm import backbone
+    from rollweave.train.regressors import backbone
 
     states = backbone(checkpoint)
     assert states([(3 + VOCABULARY, 2**31)]) == pytest.approx(states([(3, 2**31 % VOCABULARY)]))

@@ -14,7 +14,7 @@ among weights and activations.
 """
 
 GAP = "logprob_gap/"
-"""Beginning of the names of the metrics by engine (`train/metrics.py`)."""
+"""Beginning of the names of the metrics by engine (`train/update.py`)."""
 
 
 def max_gap(*formats: str) -> float:

@@ -23,7 +23,6 @@ from rollweave.schema.errors import ConfigError
 FILE_BYTES = 64 << 20
 """Maximum size of a summary or a configuration."""
 
-
 DAMAGE = (ValueError, RecursionError, AttributeError, msgspec.MsgspecError)
 """Exceptions that `add_line` and `summary_of` raise for content that no run has
 written.

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.io.disk import replace_file
-from rollweave.record.report import timeline
 from rollweave.record.report.charts import (
     ENGINE_CAUSES,
+    SPAN_COLORS,
+    SPAN_NAMES,
     TRAINER_CAUSES,
     evaluation_chart,
     idle_over_steps,
     learning_curve,
     signals,
+    timeline_close_up,
+    timeline_overview,
 )
 from rollweave.record.report.data import RunData, read_run
 from rollweave.record.report.svg import bars, escape, number, stacked
@@ -274,13 +277,13 @@ def _ages(ages: Counter[int]) -> dict[str, float]:
 
 
 def _timeline(data: RunData) -> str:
-    overview = timeline.overview(data)
+    overview = timeline_overview(data)
     if not overview:
         return ""
-    close_up, window = timeline.close_up(data)
+    close_up, window = timeline_close_up(data)
     kinds = "".join(
-        f'<li><i style="background:var({timeline.KINDS[kind]})"></i>{name}</li>'
-        for kind, name in timeline.NAMES.items()
+        f'<li><i style="background:var({SPAN_COLORS[kind]})"></i>{name}</li>'
+        for kind, name in SPAN_NAMES.items()
     )
     near = (
         f'<h3>Close-up <span class="dim">{window}</span></h3>{close_up}'

@@ -21,8 +21,8 @@ from aiohttp import web
 from rollweave.io.http.guard import Guard, Handler
 from rollweave.io.http.listening import listening
 from rollweave.record.ui.attempts import ORDERS, PAGE, Query
-from rollweave.record.ui.prometheus import metrics
-from rollweave.record.ui.runs import Runs, UnknownRunError
+from rollweave.record.ui.runs import Runs, prometheus_text
+from rollweave.record.ui.view import UnknownRunError
 from rollweave.schema.packing import as_json
 from rollweave.schema.text import decimal
 
@@ -251,7 +251,7 @@ class _Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""
         del request
-        text = await self._read(lambda: metrics(self._runs.figures()))
+        text = await self._read(lambda: prometheus_text(self._runs.figures()))
         return web.Response(text=text, content_type="text/plain")
 
 

@@ -294,7 +294,7 @@ def _transformers(config: RunConfig, shape: ModelShape | None, site: Site) -> It
         yield ok(name, "transformers")
         return
     # it takes seconds to import
-    from rollweave.train.transformers_loading import examine
+    from rollweave.train.loading import examine
 
     try:
         stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divisor)

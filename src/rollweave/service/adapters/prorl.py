@@ -24,9 +24,8 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Timing, Trajectory
-from rollweave.service.engine_access import check_engine_host
-from rollweave.service.errors import ClosedError, RefusedError, UnknownError
-from rollweave.service.registry import REMOVED
+from rollweave.service.base import ClosedError, RefusedError, UnknownError
+from rollweave.service.engines import REMOVED, check_engine_host
 from rollweave.service.routes import Route, json_response, status_of
 from rollweave.service.service import Service
 

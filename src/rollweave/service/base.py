@@ -1,12 +1,55 @@
-"""Access to the world of a service, for those parts that exist before the world
-does.
+"""What the parts of a service share: the reasons for which a request is refused,
+whichever API received it, and the service's world.
 """
 
 from collections.abc import Callable
 
 from rollweave.core.state import State
 from rollweave.runtime.live_world import ServiceWorld
+from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import Event
+
+
+class RefusedError(RollweaveError):
+    """The service refuses a request."""
+
+    status = 400
+
+
+class UnknownError(RefusedError):
+    """No such rollout, handler or engine exists."""
+
+    status = 404
+
+
+class ConflictError(RefusedError):
+    """Another request already uses the id, or the engine must not be withdrawn."""
+
+    status = 409
+
+
+class GoneError(RefusedError):
+    """The result existed, but can no longer be read."""
+
+    status = 410
+
+
+class TooLargeError(RefusedError):
+    """One request exceeds a size limit."""
+
+    status = 413
+
+
+class FullError(RefusedError):
+    """The queue, or the list of registered engines, is full."""
+
+    status = 429
+
+
+class ClosedError(RefusedError):
+    """The service is shutting down."""
+
+    status = 503
 
 
 class WorldPort:

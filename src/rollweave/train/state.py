@@ -1,29 +1,34 @@
-"""AdamW with warm-up and linear decay, gradient clipping, and state that can be named,
-saved and restored.
+"""The trainer's state: the trained weights as values, AdamW with warm-up and linear
+decay, and the memory in which both reside.
 
+The trained weights are the whole model, or its adapters; frozen weights never change.
+In a colocated run the state is in the host's memory while the engines have the device.
 Invariants: the learning rate is a function of the step alone; `Snapshot` restores
 weights and optimizer bitwise.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from rollweave.io.device import give_back_memory
 from rollweave.schema.config.training import TrainerConfig
+from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import (
     ALONE,
     RankGroup,
+    from_rows,
     host_copy,
     is_sharded,
     local_tensor,
     placed_like,
 )
 from rollweave.train.tensor_parallel import division_of, total_norm
-from rollweave.train.weights import own_part, trained_parameters
 
 BETAS = (0.9, 0.95)
 """AdamW's decay rates of the first and the second moment."""
@@ -32,6 +37,87 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 NORM_EPSILON = 1e-6
 """Number that torch adds to the norm by which it divides gradients."""
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+
+def clone_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Copy every trained parameter (of this rank's shard), in the order of
+    `trained_parameters`, on its device.
+    """
+    return [local_tensor(parameter).clone() for parameter in trained_parameters(model).values()]
+
+
+@torch.no_grad()
+def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
+    """Restore copies from `clone_parameters`."""
+    for parameter, value in zip(trained_parameters(model).values(), values, strict=True):
+        local_tensor(parameter).copy_(value)
+
+
+@contextlib.contextmanager
+def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Run with other weights.
+
+    Costs a copy of the trained weights for the duration, instead of a second model
+    permanently.
+    """
+    own = clone_parameters(model)
+    load_clones(model, values)
+    try:
+        yield
+    finally:
+        load_clones(model, own)
+
+
+def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
+    """Return copies of the trained parameters (of this rank's shards) by transformers'
+    names, on the CPU; a tied head appears once, as the embedding.
+    """
+    splits = division_of(model).splits
+    return {
+        name: host_copy(parameter, ranks, like=parameter, split=splits.get(name))
+        for name, parameter in trained_parameters(model).items()
+    }
+
+
+@torch.no_grad()
+def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load tensors from `named_tensors`.
+
+    Raises `TrainerError` if names or shapes differ, before anything is changed.
+    """
+    parameters = trained_parameters(model)
+    if tensors.keys() != parameters.keys():
+        raise TrainerError(
+            f"weights of another model: {sorted(tensors.keys() ^ parameters.keys())[:3]} differ"
+        )
+    division = division_of(model)
+    for name, parameter in parameters.items():
+        if tensors[name].shape != division.shape(name, parameter):
+            raise TrainerError(
+                f"weight {name} must have shape {tuple(division.shape(name, parameter))}, got "
+                f"{tuple(tensors[name].shape)}"
+            )
+    for name, parameter in parameters.items():
+        value = own_part(model, name, tensors[name])
+        local_tensor(parameter).copy_(local_tensor(placed_like(value, parameter)))
+
+
+def own_part(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter's value (such as its weights), from the
+    rows that this rank has saved.
+    """
+    division = division_of(model)
+    split = division.splits.get(name)
+    if split is None or not is_sharded(value):
+        return value
+    return from_rows(local_tensor(value), value.shape[0], split, division.ranks)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -188,3 +274,57 @@ def load_optimizer_tensors(
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor).to("cpu", copy=True)
+
+
+class Residence:
+    """Moves a model, the state of its optimizer and, if there is one, the reference.
+
+    Gradients are dropped: there are none between two steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        on_device: bool = True,
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._on_device = on_device
+
+    def leave(self, reference: list[torch.Tensor] | None) -> None:
+        """Move everything to the host's memory, and give back the device's memory."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._on_device and self._device.type != "cpu":
+            self._model._apply(_to_host)  # type: ignore[no-untyped-call]
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = _to_host(value)
+            if reference is not None:
+                reference[:] = [_to_host(tensor) for tensor in reference]
+        self._on_device = False
+        give_back_memory(self._device)
+
+    def enter(self, reference: list[torch.Tensor] | None) -> None:
+        """Move everything to the device. Raises RuntimeError if there is no room."""
+        if not self._on_device and self._device.type != "cpu":
+            self._model.to(self._device)
+            offloaded = isinstance(self._optimizer, OffloadedAdamW)
+            for parameter, state in self._optimizer.state.items():
+                for key, value in state.items():
+                    if not (offloaded and key in MOMENTS):
+                        state[key] = self._to_device(value, parameter)
+            if reference is not None:
+                reference[:] = [tensor.to(self._device) for tensor in reference]
+        self._on_device = True
+
+    def _to_device(self, value: torch.Tensor, parameter: Any) -> torch.Tensor:
+        return placed_like(value, parameter) if value.dim() else value.to(self._device)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the host's memory; a shard stays a shard."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return tensor.to("cpu") if is_sharded(tensor) else on_host(local_tensor(tensor))

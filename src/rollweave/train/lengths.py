@@ -1,6 +1,6 @@
 """Regressors of remaining lengths, by their names in `ablation.policies`.
 
-Their modules need scikit-learn or torch, and are imported when a regressor is built.
+Their module needs scikit-learn, and is imported when a regressor is built.
 """
 
 from rollweave.core.policy.predict import Regressor
@@ -37,11 +37,11 @@ def build_regressor(name: str, *, checkpoint: str | None = None) -> Regressor:
                 "ablation.policies must not have lm without a checkpoint of a "
                 "language model, got none"
             )
-        from rollweave.train.lengths import small_lm
+        from rollweave.train.regressors import SmallLm
 
-        return small_lm.SmallLm(checkpoint)
+        return SmallLm(checkpoint)
     if name not in PREDICTORS:
         raise ConfigError(f"a predictor must be one of {', '.join(PREDICTORS)}, got {name!r}")
-    from rollweave.train.lengths import regressors
+    from rollweave.train.regressors import BY_NAME
 
-    return regressors.BY_NAME[name]()
+    return BY_NAME[name]()

@@ -1,28 +1,54 @@
-"""The registry of a service's engines: those that clients register by address, beside
-the local ones.
+"""The engines of a service: those that clients register by address, beside the local
+ones, their tokens, and their backends.
 
 Invariants: a registration is in the job database before the core learns of the engine,
 so it survives a restart; an engine id is never used twice in the life of a process; an
-address is registered at most once.
+address is registered at most once; tokens are in one file that only our user can read,
+never in jobs.sqlite; a client of the service cannot make it connect to a host that
+`serve.engine_hosts` does not admit, under any name.
 """
 
+import asyncio
 import functools
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rollweave.core.state import Engine as CoreEngine
 from rollweave.core.state import EngineStatus as CoreEngineStatus
+from rollweave.engine.clients.base import Generates
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.transport import OnRetry
+from rollweave.io.disk import replace_file
+from rollweave.io.reading import read_json
+from rollweave.schema.address import Hosts, host_of, ip_address
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Warn
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn
 from rollweave.schema.packing import as_json
 from rollweave.schema.service import EngineRequest, EngineStatus
-from rollweave.service.engine_access import EngineTokens
-from rollweave.service.errors import ClosedError, ConflictError, FullError, UnknownError
+from rollweave.service.base import ClosedError, ConflictError, FullError, UnknownError, WorldPort
 from rollweave.service.jobs import JobStore
-from rollweave.service.world_port import WorldPort
+
+START_S = 300.0
+"""Maximum seconds until a registered engine's first answer, for which it may have to
+compile. After that the core retries.
+"""
+
+BackendFactory = Callable[[EngineRequest, str, OnRetry], Generates]
+"""Makes the backend of a registered engine from its registration, its name and a
+callback for failed attempts to reach it.
+"""
+
+RESOLVE_S = 2.0
+"""Maximum seconds to resolve the name of a new engine's host. Each later connection is
+checked again.
+"""
 
 REMOVED = "removed"
 """Status of a registered engine that failed too often."""
@@ -32,6 +58,111 @@ NAMED_ENGINES = 3
 
 MAX_ENGINES = 1024
 """Maximum number of engines that are registered at one time."""
+
+
+def backend_factory(config: RunConfig) -> BackendFactory:
+    """Return the factory for engines that serve the model of `config`, of any
+    architecture.
+    """
+    directory = Path(config.model.path or "")
+    hosts = Hosts.parse(config.serve.engine_hosts, field="serve.engine_hosts")
+
+    def make_backend(request: EngineRequest, name: str, failed: OnRetry) -> Generates:
+        try:
+            vocab = vocab_size(directory)
+        except ConfigError as error:
+            raise EngineError(f"{name} cannot be used: {error}") from error
+        spec = HttpSpec(
+            name=name,
+            url=request.address,
+            vocab=vocab,
+            dialect=request.dialect,
+            slots=request.slots,
+            kv_tokens=request.kv_tokens,
+            token=request.token,
+        )
+        return HttpEngine(spec, start_s=START_S, on_retry=failed, hosts=hosts)
+
+    return make_backend
+
+
+def vocab_size(directory: Path) -> int:
+    """Return the number of token ids that a model can sample, from its config.json.
+
+    Raises ConfigError if the file does not define it.
+    """
+    config = read_json(directory / "config.json")
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            f"{directory / 'config.json'} must define a vocab_size of at least 1, got {size!r:.100}"
+        )
+    return size
+
+
+_Tokens = dict[str, str]
+
+
+class EngineTokens:
+    """The tokens of registered engines, by engine id.
+
+    Changes raise DiskError if the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises ConfigError if it is damaged."""
+        self._path = path
+        try:
+            self._tokens = (
+                msgspec.json.decode(path.read_bytes(), type=_Tokens) if path.exists() else {}
+            )
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"{path} must hold the tokens of registered engines: {type(error).__name__}"
+            ) from error
+
+    def get(self, engine_id: str) -> str:
+        """Return an engine's token, or "" if it has none."""
+        return self._tokens.get(engine_id, "")
+
+    def put(self, engine_id: str, token: str) -> None:
+        """Store an engine's token; an empty one removes the entry."""
+        if token != self.get(engine_id):
+            others = {name: value for name, value in self._tokens.items() if name != engine_id}
+            self._write({**others, engine_id: token} if token else others)
+
+    def remove(self, engine_id: str) -> None:
+        self.put(engine_id, "")
+
+    def _write(self, tokens: _Tokens) -> None:
+        replace_file(self._path, msgspec.json.encode(tokens), mode=0o600)
+        self._tokens = tokens
+
+
+async def check_engine_host(hosts: Hosts, address: str) -> None:
+    """Raise ConfigError if the service must not connect to the host in `address`.
+
+    A name that cannot be resolved now passes: every connection is checked again.
+    """
+    host = host_of(address)
+    if hosts.admits_name(host):
+        return
+    addresses = [host] if ip_address(host) else []
+    if not addresses:
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                entries = await asyncio.get_running_loop().getaddrinfo(
+                    host, None, type=socket.SOCK_STREAM
+                )
+            addresses = sorted({str(entry[4][0]) for entry in entries})
+        except (OSError, UnicodeError, TimeoutError):
+            return
+    if refused := [ip for ip in addresses if not hosts.admits_ip(ip)]:
+        raise ConfigError(
+            "address must be on a host that serve.engine_hosts admits, got "
+            f"{host!r} at {', '.join(refused)}"
+        )
 
 
 class EngineRegistry:

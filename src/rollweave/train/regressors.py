@@ -1,12 +1,16 @@
-"""Regressors of the remaining length: linear and boosted trees on the whole row, and
-the baselines of Heddle §7.2.
+"""Regressors of the remaining length: linear and boosted trees on the whole row, a
+small language model that reads the plan, and the baselines of Heddle §7.2.
 
 Invariants: they use one thread and no randomness, and the same row gives the same
 number, alone or among many. A baseline predicts a trajectory's total length from the
-facts known before its first turn, and subtracts the tokens sampled since.
+facts known before its first turn, and subtracts the tokens sampled since. torch and
+transformers are imported by the language model alone, because that takes seconds.
 """
 
 import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,7 @@ from rollweave.core.policy.predict import (
     LOG_PROMPT,
     NUMBERS,
     OUTPUT,
+    PLAN_TOKENS,
     SIBLING_MEAN,
     TURN,
     Lengths,
@@ -43,6 +48,25 @@ TREES = 30
 """Boosting rounds: on simulated trajectories 15 to 60 rounds did equally well, and more
 rounds worse.
 """
+
+BATCH = 16
+"""Number of plans read in one batch: a batch of plans of 256 tokens fits into memory
+next to everything else.
+"""
+
+CACHED_PLANS = 16_384
+"""Number of plans whose states are cached: a plan per attempt that the predictor
+remembers, read once instead of at every turn.
+"""
+
+COMPONENTS = 32
+"""Number of components kept of a hidden state.
+
+The turns of a trajectory share its plan, so hundreds of trajectories do not support
+more.
+"""
+
+Plan = tuple[int, ...]
 
 
 @functools.cache
@@ -169,6 +193,93 @@ class History:
         siblings = table[:, SIBLING_MEAN]
         predicted: Lengths = np.where(siblings > 0, siblings, usual) - table[:, OUTPUT]
         return predicted
+
+
+class Backbone:
+    """The checkpoint without its language-model head."""
+
+    def __init__(self, checkpoint: str) -> None:
+        with from_extra("predict"):
+            from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+        self._model = model.base_model
+        self._vocabulary: int = model.config.vocab_size
+        self._hidden: int = model.config.hidden_size
+        self._cache: OrderedDict[Plan, Lengths] = OrderedDict()
+
+    def __call__(self, plans: Sequence[Plan]) -> Matrix:
+        """Return the mean last hidden state of each plan, shape (n, hidden); zeros for
+        an empty plan.
+        """
+        cut = [plan[:PLAN_TOKENS] for plan in plans]
+        states: dict[Plan, Lengths] = {(): np.zeros(self._hidden)}
+        unread = []
+        for plan in dict.fromkeys(cut):
+            if plan in self._cache:
+                states[plan] = self._cache[plan]
+            elif plan:
+                unread.append(plan)
+        unread.sort(key=len)  # reduces padding
+        for start in range(0, len(unread), BATCH):
+            batch = unread[start : start + BATCH]
+            for plan, state in zip(batch, self._read(batch), strict=True):
+                states[plan] = self._cache[plan] = state
+        while len(self._cache) > CACHED_PLANS:
+            self._cache.popitem(last=False)
+        return np.stack([states[plan] for plan in cut])
+
+    def _read(self, plans: Sequence[Plan]) -> Matrix:
+        import torch
+
+        width = max(map(len, plans))
+        ids = torch.tensor(
+            [
+                [token % self._vocabulary for token in plan] + [0] * (width - len(plan))
+                for plan in plans
+            ]
+        )
+        mask = torch.tensor([[1] * len(plan) + [0] * (width - len(plan)) for plan in plans])
+        with torch.inference_mode():
+            states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+            weights = mask.unsqueeze(-1).to(states.dtype)
+            mean: Matrix = ((states * weights).sum(1) / weights.sum(1)).double().numpy()
+        return mean
+
+
+@functools.lru_cache(1)
+def backbone(checkpoint: str) -> Backbone:
+    """Load the backbone once per process: every fit makes a new head."""
+    return Backbone(checkpoint)
+
+
+class SmallLm:
+    """A ridge on the row, and on the main components of the states that a small
+    language model has for the plan (Heddle §4.1).
+
+    The paper fine-tunes a Qwen of 0.6B for minutes. Here the model stays fixed and only
+    its regression head is fitted, in closed form, so that a fit ends before the next
+    training step does. Plans are token ids of the agent's vocabulary: the checkpoint's
+    tokenizer should be the agent's. Ids unknown to the checkpoint are folded into known
+    ones, and never fail.
+    """
+
+    def __init__(self, checkpoint: str) -> None:
+        self._backbone = backbone(checkpoint)
+
+    def fit(self, rows: Rows, remaining: Lengths) -> None:
+        states = self._backbone(rows.plans)
+        # in order of their variance
+        _, components = np.linalg.eigh(np.cov(states, rowvar=False))
+        self._components: Matrix = components[:, -COMPONENTS:]
+        self._columns = ByDomain(rows.table)
+        self._affine = Affine(self._all(rows.table, states), remaining)
+
+    def predict(self, rows: Rows) -> Lengths:
+        return self._affine(self._all(rows.table, self._backbone(rows.plans)))
+
+    def _all(self, table: Table, states: Matrix) -> Matrix:
+        return np.hstack([self._columns(table), states @ self._components])
 
 
 BY_NAME: dict[str, type[Regressor]] = {
