@@ -24,7 +24,7 @@ from benchmarks.vllm.phases import read_updates
 from rollweave.engine.servers.reports import PHASES
 from rollweave.engine.servers.vllm import vllm_version
 from rollweave.envs.tasks import TaskSource
-from rollweave.record.journal import JournalEntry, JournalReader
+from rollweave.record.journal import JournalReader
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.loading import load
@@ -164,7 +164,7 @@ def _refused(run: RunDir) -> int:
     """Return the number of answers with versions that their server never had."""
     return sum(
         isinstance(entry.event, TurnFailed) and entry.event.error.endswith(REFUSED)
-        for _, entry in JournalReader[JournalEntry](run.journal, JournalEntry)
+        for _, entry in JournalReader(run.journal)
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollweave.record.journal import SNAPSHOT, Replay, RunJournal, journal_format
+from rollweave.record.journal import JOURNAL, SNAPSHOT, Replay, RunJournal
 from rollweave.record.rundir import RunDir, read_identity, write_identity
 from rollweave.record.store import TrajectoryStore
 from rollweave.runtime.processes import Processes
@@ -31,8 +31,6 @@ from tests.support.fake_runs import (
     run,
     run_dir,
 )
-
-JOURNAL = journal_format()
 
 
 def content(directory: Path) -> dict[str, bytes]:

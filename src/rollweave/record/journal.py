@@ -12,8 +12,7 @@ yields commands with the same digests. A difference means that the code has chan
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 import msgspec
 import xxhash
@@ -29,133 +28,20 @@ from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.events import Event, RunStarted
 from rollweave.schema.packing import packed
 
-T = TypeVar("T")
-
 SCHEMA_VERSION = 7
 """Version of the schema of events and of the core's state. It increases with a change
 of either schema after which older journals no longer decode.
 """
 
 SNAPSHOT, RECORD = 1, 2
-REMEDY = (
-    "restore an intact copy, or cut off the damage and all that follows it by `truncate -s "
-    "{offset} {path}`: what the run did after that is lost"
+JOURNAL = RecordFormat(
+    name="a journal",
+    magic=b"RWJRNL\r\n",
+    version=SCHEMA_VERSION,
+    kinds=(SNAPSHOT, RECORD),
+    remedy="restore an intact copy, or cut off the damage and all that follows it by `truncate -s "
+    "{offset} {path}`: what the run did after that is lost",
 )
-
-
-def journal_format(version: int = SCHEMA_VERSION) -> RecordFormat:
-    """Return the file format of a journal."""
-    return RecordFormat(
-        name="a journal",
-        magic=b"RWJRNL\r\n",
-        version=version,
-        kinds=(SNAPSHOT, RECORD),
-        remedy=REMEDY,
-    )
-
-
-class JournalReader(Generic[T]):
-    """The snapshot and the records of a journal whose events are of type `kind`.
-
-    It reads the file once, up to its torn tail.
-    """
-
-    def __init__(self, path: str | Path, kind: Any, *, version: int = SCHEMA_VERSION) -> None:
-        """Open the journal. Raises FileNotFoundError, and CorruptJournalError if the
-        file is not a journal of this schema version.
-        """
-        self._path = Path(path)
-        self._decode = msgspec.msgpack.Decoder(tuple[float, kind]).decode
-        self._format = journal_format(version)
-
-    def snapshot(self) -> bytes | None:
-        """Return the snapshot that the journal starts from; None if it starts from an
-        empty state.
-        """
-        for raw in self._format.scan(self._path):
-            return raw.payload if raw.kind == SNAPSHOT else None
-        return None
-
-    def __iter__(self) -> Iterator[tuple[float, T]]:
-        """Yield every complete `(now, event)`, in order.
-
-        Raises CorruptJournalError at the first damaged record before the tail.
-        """
-        for raw in self._format.scan(self._path):
-            if raw.kind != RECORD:
-                continue
-            try:
-                now, event = self._decode(raw.payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise CorruptJournalError(
-                    f"{self._path}: record at byte {raw.offset} does not decode: {error}"
-                ) from error
-            yield now, event
-
-
-class JournalWriter:
-    """Appends to a journal.
-
-    `append` writes through to the operating system, without a buffer in this process;
-    `sync` writes to the disk.
-    """
-
-    def __init__(self, path: str | Path, *, version: int = SCHEMA_VERSION) -> None:
-        """Open or create the file, and cut off a torn tail.
-
-        Raises CorruptJournalError, and DiskError.
-        """
-        self.path = Path(path)
-        self._format = journal_format(version)
-        complete = self._format.complete_bytes(self.path)
-        self.torn = max(0, (self.path.stat().st_size if self.path.exists() else 0) - complete)
-        """Number of bytes of an incomplete last record, cut off because its writer
-        died.
-        """
-        self._file = AppendFile(self.path, keep=complete, header=self._format.header)
-
-    @property
-    def size(self) -> int:
-        """Number of bytes written, all of them complete records."""
-        return self._file.size
-
-    def append(self, now: float, event: object) -> None:
-        """Append one record. Raises DiskError, and the journal is then unchanged."""
-        self._file.append(self._format.record(RECORD, packed((now, event)), self._file.size))
-
-    def sync(self) -> None:
-        """Return once all appended records would survive a power loss.
-
-        Raises DiskError.
-        """
-        self._file.sync()
-
-    def rotate(self, snapshot: bytes) -> None:
-        """Continue in a new file that starts with `snapshot` and replaces this file
-        atomically.
-
-        Raises DiskError, and the journal then continues unchanged.
-        """
-        content = self._format.header
-        content += self._format.record(SNAPSHOT, snapshot, len(content))
-        replace_file(self.path, content)
-        self._file.close()
-        self._file = AppendFile(self.path, keep=len(content))
-
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class JournalEntry(Struct, frozen=True, kw_only=True):
@@ -165,61 +51,107 @@ class JournalEntry(Struct, frozen=True, kw_only=True):
     digest: int
 
 
+_decode = msgspec.msgpack.Decoder(tuple[float, JournalEntry]).decode
+
+
 def digest(commands: Sequence[Command]) -> int:
     """Return a digest that is equal for equal commands in equal order."""
     return xxhash.xxh3_64_intdigest(packed(commands)) if commands else 0
 
 
-class RunJournal:
-    """Appends to the journal of one run."""
+class JournalReader:
+    """The snapshot and the records of a journal, up to its torn tail.
+
+    Both raise FileNotFoundError, and CorruptJournalError if the file is not a journal
+    of this schema version.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open the journal. Raises CorruptJournalError, and DiskError."""
-        self._writer = JournalWriter(path)
-        self.initial_bytes = self._writer.size
+        self._path = path
+
+    def snapshot(self) -> bytes | None:
+        """Return the snapshot that the journal starts from; None if it starts from an
+        empty state.
+        """
+        for raw in JOURNAL.scan(self._path):
+            return raw.payload if raw.kind == SNAPSHOT else None
+        return None
+
+    def __iter__(self) -> Iterator[tuple[float, JournalEntry]]:
+        """Yield every complete `(now, entry)`, in order.
+
+        Raises CorruptJournalError at the first damaged record before the tail.
+        """
+        for raw in JOURNAL.scan(self._path):
+            if raw.kind != RECORD:
+                continue
+            try:
+                yield _decode(raw.payload)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise CorruptJournalError(
+                    f"{self._path}: record at byte {raw.offset} does not decode: {error}"
+                ) from error
+
+
+class RunJournal:
+    """Appends to the journal of one run, without a buffer in this process."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file, and cut off a torn tail.
+
+        Raises CorruptJournalError, and DiskError.
+        """
+        self._path = path
+        complete = JOURNAL.complete_bytes(path)
+        self.torn = max(0, (path.stat().st_size if path.exists() else 0) - complete)
+        """Number of bytes of an incomplete last record, cut off because its writer
+        died.
+        """
+        self._file = AppendFile(path, keep=complete, header=JOURNAL.header)
+        self.initial_bytes = self._file.size
         """Size in bytes of the journal's snapshot, or of the journal of an earlier
         life.
         """
 
     @property
-    def torn(self) -> int:
-        """Number of bytes of an incomplete last record, which was cut off when the
-        journal was opened.
-        """
-        return self._writer.torn
-
-    @property
     def appended_bytes(self) -> int:
         """Number of bytes appended since the journal was opened or rotated."""
-        return self._writer.size - self.initial_bytes
+        return self.size - self.initial_bytes
 
     @property
     def size(self) -> int:
-        """Number of bytes in the file."""
-        return self._writer.size
+        """Number of bytes in the file, all of them complete records."""
+        return self._file.size
 
     def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """Record one handled event. When this method returns, the record survives the
         death of this process.
 
-        Raises DiskError.
+        Raises DiskError, and the journal is then unchanged.
         """
-        self._writer.append(now, JournalEntry(event=event, digest=digest(commands)))
+        entry = JournalEntry(event=event, digest=digest(commands))
+        self._file.append(JOURNAL.record(RECORD, packed((now, entry)), self.size))
 
     def sync(self) -> None:
         """Make all records survive a power loss. Raises DiskError."""
-        self._writer.sync()
+        self._file.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Start over with a snapshot of the core's current state.
+        """Continue in a new file that starts with a snapshot of the core's current
+        state, and replaces this file atomically.
 
         Raises DiskError, and the journal then continues unchanged.
         """
-        self._writer.rotate(snapshot)
-        self.initial_bytes = self._writer.size
+        content = JOURNAL.header
+        content += JOURNAL.record(SNAPSHOT, snapshot, len(content))
+        replace_file(self._path, content)
+        self._file.close()
+        self._file = AppendFile(self._path, keep=len(content))
+        self.initial_bytes = self.size
 
     def close(self) -> None:
-        self._writer.close()
+        """Close the file. A second call does nothing."""
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -251,7 +183,7 @@ class Replay:
         the rules that `config` names. Raises CorruptJournalError.
         """
         self._path = path
-        self._journal: JournalReader[JournalEntry] = JournalReader(path, JournalEntry)
+        self._journal = JournalReader(path)
         snapshot = self._journal.snapshot()
         try:
             self.core = (

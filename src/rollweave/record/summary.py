@@ -4,8 +4,9 @@ line in `metrics.jsonl`; the result, `summary.json`; and the account that must b
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,100 +19,72 @@ from rollweave.io.disk import replace_file
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 
+K = TypeVar("K")
+N = TypeVar("N", int, float)
 
+
+@dataclass(frozen=True, slots=True)
 class CounterSnapshot:
     """The core's counters at one moment. The difference of two snapshots shows what a
     step added.
     """
 
-    def __init__(
-        self,
-        at: float,
-        counts: dict[str, int],
-        stops: dict[str, int],
-        idle: dict[str, dict[str, float]],
-        scheduling: dict[str, float],
-        weights: dict[str, float],
-        inherent: dict[int, int],
-        cut: dict[str, int],
-        affinity: dict[str, Any],
-        workers: dict[str, float],
-    ) -> None:
-        self.at, self.counts, self.stops, self.idle, self.scheduling = (
-            at,
-            counts,
-            stops,
-            idle,
-            scheduling,
-        )
-        self.weights, self.inherent, self.cut = weights, inherent, cut
-        self.affinity, self.workers = affinity, workers
+    at: float
+    counts: dict[str, int]
+    stops: dict[str, int]
+    idle: dict[str, dict[str, float]]
+    scheduling: dict[str, float]
+    weights: dict[str, float]
+    inherent: dict[int, int]
+    cut: dict[str, int]
+    affinity: dict[str, Any]
+    workers: dict[str, float]
 
     @classmethod
     def of(cls, state: State, at: float) -> "CounterSnapshot":
         """Take a snapshot of `state` at time `at`."""
         counters = state.counters
-        counts = {
-            "turns": counters.turns,
-            "output_tokens": counters.output_tokens,
-            "cached_tokens": counters.cached_tokens,
-            "context_tokens": counters.context_tokens,
-            "started": counters.started,
-            "cancelled": counters.cancelled,
-            "dropped": sum(counters.dropped.values()),
-            "retried": sum(counters.retried.values()),
-            "evicted": counters.evicted,
-            "returned": counters.turns_returned,
-        }
-        idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
-        scheduling = msgspec.structs.asdict(counters.scheduling)
         return cls(
-            at,
-            counts,
-            dict(counters.stop_reasons),
-            idle,
-            scheduling,
-            msgspec.structs.asdict(counters.weights),
-            dict(counters.inherent),
-            dict(counters.cut_turns),
-            _affinity(state),
-            worker_figures(state, at),
+            at=at,
+            counts={
+                "turns": counters.turns,
+                "output_tokens": counters.output_tokens,
+                "cached_tokens": counters.cached_tokens,
+                "context_tokens": counters.context_tokens,
+                "started": counters.started,
+                "cancelled": counters.cancelled,
+                "dropped": sum(counters.dropped.values()),
+                "retried": sum(counters.retried.values()),
+                "evicted": counters.evicted,
+                "returned": counters.turns_returned,
+            },
+            stops=dict(counters.stop_reasons),
+            idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
+            scheduling=msgspec.structs.asdict(counters.scheduling),
+            weights=msgspec.structs.asdict(counters.weights),
+            inherent=dict(counters.inherent),
+            cut=dict(counters.cut_turns),
+            affinity=_affinity(state),
+            workers=worker_figures(state, at),
         )
 
     def since(self, before: "CounterSnapshot") -> dict[str, Any]:
         """Return what was counted between `before` and this snapshot."""
         wall_s = max(1e-9, self.at - before.at)
-        added = {name: count - before.counts[name] for name, count in self.counts.items()}
-        inherent = {
-            age: count - before.inherent.get(age, 0) for age, count in sorted(self.inherent.items())
-        }
-        cut = {name: count - before.cut.get(name, 0) for name, count in self.cut.items()}
-        stops = {
-            reason: count - before.stops.get(reason, 0) for reason, count in self.stops.items()
-        }
+        added = _added(self.counts, before.counts)
+        inherent = dict(sorted(_added(self.inherent, before.inherent).items()))
         return {
             "wall_s": round(wall_s, 4),
             "tokens_per_s": round(added["output_tokens"] / wall_s, 1),
             **added,
-            "cut_turns": {name: count for name, count in cut.items() if count},
-            "scheduling": {
-                name: round(value - before.scheduling[name], 4)
-                for name, value in self.scheduling.items()
-            },
+            "cut_turns": _nonzero(_added(self.cut, before.cut)),
+            "scheduling": _added(self.scheduling, before.scheduling),
             **({"affinity": self.affinity} if self.affinity else {}),
             **({"workers": self._workers_since(before)} if self.workers else {}),
-            "weights": {
-                name: round(value - before.weights[name], 4) for name, value in self.weights.items()
-            },
-            "stop_reasons": {reason: count for reason, count in stops.items() if count},
-            "inherent_staleness": {str(age): count for age, count in inherent.items() if count},
-            "idle": {
-                component: {
-                    cause: round(seconds - before.idle[component].get(cause, 0.0), 4)
-                    for cause, seconds in causes.items()
-                }
-                for component, causes in self.idle.items()
-            },
+            "weights": _added(self.weights, before.weights),
+            "stop_reasons": _nonzero(_added(self.stops, before.stops)),
+            "inherent_staleness": {str(age): n for age, n in _nonzero(inherent).items()},
+            "idle": {part: _added(causes, before.idle[part]) for part, causes in self.idle.items()},
         }
 
     def _workers_since(self, before: "CounterSnapshot") -> dict[str, float]:
@@ -119,9 +92,16 @@ class CounterSnapshot:
         the other figures of `worker_figures`.
         """
         summed = {name: before.workers.get(name, 0.0) for name in ("starts", "seconds")}
-        return {
-            name: round(value - summed.get(name, 0.0), 4) for name, value in self.workers.items()
-        }
+        return _added(self.workers, summed)
+
+
+def _added(now: Mapping[K, N], before: Mapping[K, N]) -> dict[K, N]:
+    """Return how much each counter has grown, to four decimal places."""
+    return {key: round(value - before.get(key, 0), 4) for key, value in now.items()}
+
+
+def _nonzero(counts: Mapping[K, N]) -> dict[K, N]:
+    return {key: count for key, count in counts.items() if count}
 
 
 def worker_figures(state: State, at: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the parts of a service share: the reasons for which a request is refused,
+"""The common ground of a service's parts: the reasons for which a request is refused,
 whichever API received it, and the service's world.
 """
 

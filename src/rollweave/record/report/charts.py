@@ -9,7 +9,7 @@ middle of training.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollweave.record.report.data import RunData, TraceSpan
+from rollweave.record.report.data import RunData, TraceSpan, totals
 from rollweave.record.report.svg import (
     WIDTH,
     Frame,
@@ -259,12 +259,8 @@ def _binned(
     firsts, columns = [], []
     for index in range(count):
         part = steps[index * len(steps) // count : (index + 1) * len(steps) // count]
-        summed: dict[str, float] = {}
-        for line in part:
-            for cause, seconds in line["idle"].get(component, {}).items():
-                summed[cause] = summed.get(cause, 0.0) + seconds
         firsts.append(float(part[0]["step"] + 1))
-        columns.append(summed)
+        columns.append(totals(part, "idle", component))
     return firsts, columns
 
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,10 +184,7 @@ class RunData:
         """
         if self.summary is not None and names[0] in self.summary:
             return _under(self.summary, names)
-        summed: Counter[str] = Counter()
-        for line in [*self.lost, *self.steps]:
-            summed.update(_under(line, names))
-        return dict(summed)
+        return totals([*self.lost, *self.steps], *names)
 
 
 def read_run(run: RunDir) -> RunData:
@@ -265,10 +262,18 @@ def add_line(data: RunData, line: dict[str, Any]) -> None:
             pass
 
 
-def _under(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def totals(lines: Iterable[Mapping[str, Any]], *names: str) -> dict[str, float]:
+    """Return the sums over the lines of what each line has under `names`."""
+    summed: Counter[str] = Counter()
+    for line in lines:
+        summed.update(_under(line, names))
+    return dict(summed)
+
+
+def _under(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         values = values.get(name) or {}
-    return values
+    return dict(values)
 
 
 def _objects(texts: Iterable[bytes]) -> Iterator[dict[str, Any]]:

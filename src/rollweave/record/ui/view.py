@@ -25,6 +25,7 @@ from rollweave.record.report.data import (
     add_line,
     damaged_lines,
     summary_of,
+    totals,
 )
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import headline_figures
@@ -112,17 +113,22 @@ class RunView:
 
     # Reading.
 
-    def _advance(self, *, budget_s: float, attempts: bool = False, lanes: bool = False) -> bool:
-        """Read what is new; return whether nothing is left to read."""
+    @contextlib.contextmanager
+    def _advanced(self, index: AttemptIndex | LaneIndex | None = None) -> Iterator[bool]:
+        """Hold the run, read what is new, also of `index`, and yield whether nothing is
+        left to read.
+        """
+        with held(self._lock, self.run.path):
+            yield self._advance(BUDGET_S, index)
+
+    def _advance(self, budget_s: float, index: AttemptIndex | LaneIndex | None = None) -> bool:
         until = time.monotonic() + budget_s
         self._replace("summary", self._set_summary)
         self._replace("config", self._set_config)
         self._replace("status", self._set_status)
         complete = self._read_metrics(until)
-        if attempts:
-            complete &= self._attempts.advance(max(0.05, until - time.monotonic()))
-        if lanes:
-            complete &= self._lanes.advance(max(0.05, until - time.monotonic()))
+        if index is not None:
+            complete &= index.advance(max(0.05, until - time.monotonic()))
         return complete
 
     def _read_metrics(self, until: float) -> bool:
@@ -161,25 +167,23 @@ class RunView:
             self._damaged[name] = f"{path}: it is damaged and left out: {reason}"
 
     def _set_summary(self, content: bytes | None) -> None:
-        self.data.summary = None
-        if content is not None:
-            self.data.summary = summary_of(content)
+        self.data.summary = None  # also if it is damaged
+        self.data.summary = summary_of(content) if content is not None else None
 
     def _set_config(self, content: bytes | None) -> None:
         self.settings = tomllib.loads(content.decode()) if content is not None else {}
         self._decoder = None
 
     def _set_status(self, content: bytes | None) -> None:
-        self.status = None
-        if content is not None:
-            self.status = msgspec.json.decode(content, type=RunStatus)
+        self.status = None  # also if it is damaged
+        self.status = msgspec.json.decode(content, type=RunStatus) if content is not None else None
 
     # Answers.
 
     def line(self, budget_s: float) -> dict[str, Any]:
         """Return the run's row in the list of runs."""
         with held(self._lock, self.run.path):
-            complete = self._advance(budget_s=budget_s)
+            complete = self._advance(budget_s)
             data, status = self.data, self.status
             curves = self._curves("success") or self._curves("reward")
             return {
@@ -194,8 +198,7 @@ class RunView:
 
     def overview(self) -> dict[str, Any]:
         """Return everything about the run except its attempts and lanes."""
-        with held(self._lock, self.run.path):
-            complete = self._advance(budget_s=BUDGET_S)
+        with self._advanced() as complete:
             data = self.data
             return {
                 **self._head(),
@@ -214,7 +217,10 @@ class RunView:
                 "best": data.best,
                 "signals": self._signals(),
                 "idle": {part: data.idle(part) for part in ("engines", "trainer")},
-                "recent": {part: self._recent(part) for part in ("engines", "trainer")},
+                "recent": {
+                    part: totals(data.steps[-RECENT_STEPS:], "idle", part)
+                    for part in ("engines", "trainer")
+                },
                 "staleness": {str(age): n for age, n in sorted(data.staleness().items())},
                 "stops": dict(data.stop_reasons()),
                 "status": msgspec.to_builtins(self.status) if self.status is not None else None,
@@ -229,8 +235,7 @@ class RunView:
         """Return the lanes of the trace between two times in seconds, by default of the
         whole trace.
         """
-        with held(self._lock, self.run.path):
-            complete = self._advance(budget_s=BUDGET_S, lanes=True)
+        with self._advanced(self._lanes) as complete:
             last = self._lanes.end_s
             start, end = start or 0.0, last if end is None else end
             hosts: dict[str, str] = {}
@@ -251,8 +256,7 @@ class RunView:
         self, query: Query, *, order: str, offset: int, limit: int = PAGE
     ) -> dict[str, Any]:
         """Return a page of the attempts that `query` admits."""
-        with held(self._lock, self.run.path):
-            complete = self._advance(budget_s=BUDGET_S, attempts=True)
+        with self._advanced(self._attempts) as complete:
             page = self._attempts.page(query, order=order, offset=offset, limit=limit)
             return {
                 **page,
@@ -267,8 +271,7 @@ class RunView:
 
         Raises UnknownRunError if the attempt does not exist or cannot be read.
         """
-        with held(self._lock, self.run.path):
-            complete = self._advance(budget_s=BUDGET_S, attempts=True)
+        with self._advanced(self._attempts) as complete:
             row = self._attempts.find(name, attempt)
             if row is None:
                 more = "" if complete else ": not all are read yet, ask again"
@@ -294,8 +297,7 @@ class RunView:
 
     def figures(self) -> dict[str, Any]:
         """Return what `/metrics` shows of the run."""
-        with held(self._lock, self.run.path):
-            self._advance(budget_s=BUDGET_S)
+        with self._advanced():
             data = self.data
             return {
                 **self._head(),
@@ -424,13 +426,6 @@ class RunView:
             if found:
                 drawn.append({"name": title, "points": _thin(found)})
         return drawn
-
-    def _recent(self, part: str) -> dict[str, float]:
-        seconds: dict[str, float] = {}
-        for line in self.data.steps[-RECENT_STEPS:]:
-            for cause, spent in ((line.get("idle") or {}).get(part) or {}).items():
-                seconds[cause] = seconds.get(cause, 0.0) + spent
-        return seconds
 
     def _worst_waits(self, count: int) -> list[dict[str, Any]]:
         if self.status is None or self._state()[0] != "running":
