@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.io.process_setup import reset_signals
+from rollweave.io.boot import reset_signals
 from tests.support.forking import Forked, server
 from tests.support.properties import register_profiles
 

@@ -18,7 +18,7 @@ from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
 from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.core.state import EngineStatus, State
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import Migrate, StartTurn
 from rollweave.schema.config.root import RunConfig

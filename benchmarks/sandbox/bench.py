@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks.contract import Figure, Result
 from benchmarks.sandbox.attacks import ATTACKS, BAIT, Outcome, attacks_here, attempt
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
-from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.registry import backend
+from rollweave.sandbox.running import Pool
 from rollweave.sandbox.tools import IPython
 from rollweave.schema.errors import SandboxError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader

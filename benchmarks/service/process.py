@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from benchmarks.service.bash_env import SANDBOXES
-from rollweave.io.http.access import Access
+from rollweave.io.http.listening import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.service import launch

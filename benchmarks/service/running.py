@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, Self, TypeVar
 
 from rollweave.engine.clients.transport import OnRetry
-from rollweave.io.http.access import Access
+from rollweave.io.http.listening import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Programs

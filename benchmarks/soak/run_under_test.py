@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.soak.lineage import Lineage, versions_of
-from rollweave.envs.rules import rules_of
-from rollweave.io.boot import PR_SET_PDEATHSIG
-from rollweave.io.process_setup import INTERRUPTED
+from rollweave.envs.tasks import rules_of
+from rollweave.io.boot import INTERRUPTED, PR_SET_PDEATHSIG
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader

@@ -10,7 +10,7 @@ from benchmarks.cluster.plan import FIXED
 from benchmarks.cluster.run import ClusterRun
 from benchmarks.runs import example
 from rollweave.core.mechanisms.relays.state import part_of
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import FetchWeights
 from rollweave.schema.config.loading import load

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from rollweave.envs.base import Message, Split, Step, new_task, payload_of
-from rollweave.envs.calculator import Calculator
 from rollweave.envs.frozenlake import FROZEN, FrozenLake, _held_out_maps, _random_map, solvable
-from rollweave.envs.nim import Nim
+from rollweave.envs.games import Calculator, Nim
 from rollweave.schema.errors import ConfigError
 
 DEFAULT = new_task(map=["SFFF", "FHFH", "FFFH", "HFFG"])

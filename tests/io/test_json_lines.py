@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.io.json_lines import json_lines
+from rollweave.io.reading import json_lines
 from rollweave.schema.errors import ConfigError
 
 

@@ -62,7 +62,7 @@ def sets(status: str) -> tuple[set[int], set[int]]:
 def test_reset_signals_resets_all_but_those_to_keep(hostile: None) -> None:
     code = f"""
 import signal, subprocess
-from rollweave.io.process_setup import reset_signals
+from rollweave.io.boot import reset_signals
 reset_signals(keep=(signal.SIGHUP,))
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 subprocess.run({SHOW!r}, check=True)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rollweave.io.sealing import CODE_BYTES, Seal
+from rollweave.io.wire import CODE_BYTES, Seal
 from rollweave.schema.errors import WireError
 
 FRAMES = [b"first", b"", b"third"]

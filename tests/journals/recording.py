@@ -15,7 +15,7 @@ import msgspec
 import zstandard
 
 from rollweave.core.core import Core
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event

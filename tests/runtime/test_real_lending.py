@@ -18,7 +18,7 @@ from benchmarks.coserve.borrowing_run import BorrowingRun
 from benchmarks.coserve.cores import Cores
 from benchmarks.coserve.serving_engine import ServingEngine, save_model
 from rollweave.core.state import State
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import StartTurn

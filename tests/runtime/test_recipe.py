@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollweave.envs.handlers.answers import boxed_reward, parse_numbers
-from rollweave.envs.records import numbered_records
+from rollweave.envs.jsonl import numbered_records
 from tests.support.commands import invoke
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.sandbox import devices
-from rollweave.sandbox.argv import apptainer, bubblewrap
+from rollweave.sandbox import kernel
 from rollweave.sandbox.base import Limits, SandboxSpec
+from rollweave.sandbox.registry import apptainer_command, bubblewrap_command
 
 LIMITS = (
     '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "MSGQUEUE": 0, "NICE": 0, "NOFILE": '
@@ -32,9 +32,11 @@ def words(*lines: str, processes: int = 128) -> list[str]:
 
 
 def test_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "MASKED", ("cmdline", "none"))
+    monkeypatch.setattr(kernel, "MASKED", ("cmdline", "none"))
     spec = SandboxSpec(env={"A": "b c"}, hostname="box", workdir="/project")
-    got = bubblewrap(spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3")
+    got = bubblewrap_command(
+        spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3"
+    )
     assert got == words(
         "/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid "
         "--unshare-net --unshare-uts",
@@ -51,7 +53,7 @@ def test_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bubblewrap_with_the_hosts_network_as_root() -> None:
     spec = SandboxSpec(network=True, fakeroot=True)
-    got = bubblewrap(spec, bwrap="bwrap", root="/r", python="python3")
+    got = bubblewrap_command(spec, bwrap="bwrap", root="/r", python="python3")
     assert "--unshare-net" not in got
     assert got[got.index("--uid") + 1] == "0"
 
@@ -64,7 +66,7 @@ def test_apptainer() -> None:
         fakeroot=True,
         limits=Limits(processes=16),
     )
-    got = apptainer(spec, runtime="/usr/bin/apptainer", support="/opt/rollweave")
+    got = apptainer_command(spec, runtime="/usr/bin/apptainer", support="/opt/rollweave")
     assert got == words(
         "/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot "
         "--net --network none",
@@ -85,4 +87,4 @@ def test_apptainer() -> None:
 )
 def test_refuses_specs_that_apptainer_does_not_support(spec: SandboxSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        apptainer(spec, runtime="apptainer", support="/opt")
+        apptainer_command(spec, runtime="apptainer", support="/opt")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.sandbox.attacks import BAIT, Outcome, attacks_here, attempt
 from rollweave.sandbox.base import Limits, SandboxSpec
-from rollweave.sandbox.devices import SHM_BYTES, SHM_FILES
+from rollweave.sandbox.kernel import SHM_BYTES, SHM_FILES
 from rollweave.sandbox.stage import inodes
 from tests.support.sandboxes import ISOLATING, opened, python
 

@@ -14,7 +14,7 @@ import pytest
 from rollweave.sandbox import cgroups
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.cgroups import OWN_PROCESSES, Groups, remove_all_stale, unbounded
-from rollweave.sandbox.devices import SHM_BYTES
+from rollweave.sandbox.kernel import SHM_BYTES
 from rollweave.sandbox.processes import family
 from rollweave.schema.errors import SandboxLostError
 from tests.support.sandboxes import ISOLATING, NAMES, opened, python

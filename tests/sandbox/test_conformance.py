@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from rollweave.sandbox import running
 from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
-from rollweave.sandbox.plain import Plain
 from rollweave.sandbox.processes import Table, started
+from rollweave.sandbox.registry import Plain
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
 from tests.support.sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python

@@ -11,9 +11,8 @@ import pytest
 import pytest_asyncio
 
 from rollweave.sandbox import running
-from rollweave.sandbox.apptainer import Apptainer
 from rollweave.sandbox.base import Backend, SandboxSpec
-from rollweave.sandbox.registry import backend
+from rollweave.sandbox.registry import Apptainer, backend
 from rollweave.schema.errors import ConfigError, SandboxError
 from tests.support.sandboxes import image, needs, opened
 

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.io.locked_folders import unfinished_folder
 from rollweave.sandbox.blobs import ROUTE, Cancellation, Source
 from rollweave.sandbox.image_cache import ImageCache, Lease
-from rollweave.sandbox.temporary import temporary_folder
 from rollweave.schema.errors import ImageError
 from tests.support.properties import checked_every, examples
 
@@ -68,7 +68,7 @@ class Machine:
                 nbytes = sum(file.stat().st_size for file in files)
                 room = LIMIT - nbytes - cache.archive(digest).stat().st_size
                 assert room >= 0, "the cache never has more than its limit"
-                with temporary_folder(self.place) as new:
+                with unfinished_folder(self.place) as new:
                     (new / "etc").mkdir()
                     content = unpacked(cache.archive(digest).read_bytes())
                     (new / "etc" / "file").write_bytes(content)

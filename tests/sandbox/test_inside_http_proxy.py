@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollweave.sandbox.inside import http_proxy
-from rollweave.sandbox.inside.calls import Deadline, Stop
+from rollweave.sandbox.inside.frames import Deadline, Stop
 from rollweave.sandbox.inside.http_proxy import AHEAD_BYTES, PART_BYTES, HttpProxy, ResponsePart
 
 GET = b"GET /a HTTP/1.1\r\nAuthorization: t\r\nX-Other: u\r\n\r\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.sandbox import host, packages
+from rollweave.sandbox import packages, rootfs
 from rollweave.sandbox.packages import distributions, files_of, installed
 from rollweave.schema.errors import ConfigError
 
@@ -137,9 +137,9 @@ def test_packages_from_elsewhere_are_where_the_interpreter_looks(
     """As those of a user's own folder, or of PYTHONPATH."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     add(site, "elsewhere", {"elsewhere/a.py": "1", "../../bin/elsewhere": "#!", "../../../x": ""})
-    view = host.view_with(("elsewhere",))
+    view = rootfs.view_with(("elsewhere",))
     folders = {where: source for source, where in view.binds}
-    place = host._package_folders()[0]
+    place = rootfs._package_folders()[0]
     prefix = max((where for where in folders if f"{place}/".startswith(f"{where}/")), key=len)
     made = Path(folders[prefix], place.removeprefix(prefix).lstrip("/"))
     assert (made / "elsewhere/a.py").read_text() == "1"
@@ -154,27 +154,27 @@ def test_a_folder_of_packages_is_made_again_when_a_package_has_changed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     kept = tmp_path / "caches" / "rollweave" / "packages"
 
-    def view() -> host.View:
-        host._views.clear()
-        return host.view_with(("changing",))
+    def view() -> rootfs.View:
+        rootfs._views.clear()
+        return rootfs.view_with(("changing",))
 
     add(site, "changing", {"changing.py": "1"})
     first = view()
     assert view() == first
-    assert host.known_view(("changing",)) is host.view_with(("changing",))
+    assert rootfs.known_view(("changing",)) is rootfs.view_with(("changing",))
     assert len(list(kept.iterdir())) == 1
     add(site, "changing", {"changing.py": "1", "new.py": ""})
     second = view()
     assert second != first
     assert len(list(kept.iterdir())) == 2
     old = next(path for path in kept.iterdir() if str(path) not in str(second))
-    host.os.utime(old, (0, 0))
+    rootfs.os.utime(old, (0, 0))
     add(site, "changing", {"changing.py": "1", "newer.py": ""})
     view()
     assert old not in kept.iterdir()
     for path in kept.iterdir():
         packages.os.rename(path, f"{path}.moved")
-    assert host.known_view(("changing",)) is None
+    assert rootfs.known_view(("changing",)) is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(rootfs.tempfile, "gettempdir", lambda: str(tmp_path))
     assert str(tmp_path / "rollweave-packages-") in str(view())

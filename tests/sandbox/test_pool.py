@@ -4,7 +4,7 @@ import itertools
 import pytest
 
 from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
-from rollweave.sandbox.pool import Pool
+from rollweave.sandbox.running import Pool
 from rollweave.schema.errors import SandboxError
 from tests.support.sandboxes import SPEC, opened
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 import rollweave
 import rollweave_envs
-from rollweave.sandbox import host, rootfs
+from rollweave.sandbox import rootfs
 from rollweave.sandbox.base import Backend, SandboxSpec
 from tests.support.sandboxes import ISOLATING, SPEC, needs, opened
 from tests.support.variants import mostly_extended
@@ -184,12 +184,12 @@ def _installation(folder: Path) -> tuple[str, Path]:
     ignored = shutil.ignore_patterns("site-packages", "dist-packages", "test", "config-*")
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": str(base)}))
     shutil.copytree(
-        library, folder / "lib" / version, ignore=ignored, copy_function=host._link_or_copy
+        library, folder / "lib" / version, ignore=ignored, copy_function=rootfs._link_or_copy
     )
     for shared in base.glob("lib/libpython*.so*"):
-        host._link_or_copy(os.path.realpath(shared), str(folder / "lib" / shared.name))
+        rootfs._link_or_copy(os.path.realpath(shared), str(folder / "lib" / shared.name))
     (folder / "bin").mkdir()
-    host._link_or_copy(os.path.realpath(sys.executable), str(folder / "bin" / version))
+    rootfs._link_or_copy(os.path.realpath(sys.executable), str(folder / "bin" / version))
     (folder / "bin" / "python3").symlink_to(version)
     return str(folder / "bin" / "python3"), folder / "lib" / version / "site-packages"
 
@@ -318,7 +318,7 @@ async def test_a_branch_loads_nothing_that_an_agent_wrote(isolating: Backend) ->
 
 async def test_nothing_of_the_host_can_be_made_or_changed(isolating: Backend) -> None:
     sandbox = await isolating.start(SandboxSpec(packages=("pytest",)))
-    site = host._package_folders()[0]
+    site = rootfs._package_folders()[0]
     for place in (site, f"{site}/pytest", f"{sys.prefix}/bin", "/usr", "/usr/lib", "/usr/bin"):
         made = await sandbox.exec(["mkdir", f"{place}/made"])
         assert b"Read-only file system" in made.stderr, place
@@ -334,9 +334,9 @@ def test_a_system_without_folders_of_libraries_hides_packages(
     for path in ("python3.13/site-packages/x", "python3.12/site-packages", "node_modules/y"):
         (library / path).mkdir(parents=True)
     (library / "rollweave").mkdir()
-    monkeypatch.setattr(host, "DIRECTORY", library / "rollweave")
+    monkeypatch.setattr(rootfs, "DIRECTORY", library / "rollweave")
     binds = [(str(library), "/usr/lib64"), (str(tmp_path / "none"), "/none")]
-    hidden = host._hidden(binds, ["/usr/lib64/python3.13/site-packages"])
+    hidden = rootfs._hidden(binds, ["/usr/lib64/python3.13/site-packages"])
     assert sorted(hidden) == [
         "/usr/lib64/node_modules",
         "/usr/lib64/python3.12/site-packages",

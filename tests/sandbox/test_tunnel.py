@@ -14,7 +14,7 @@ import pytest_asyncio
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.channel import Reply
 from rollweave.sandbox.inside.http1 import BODY_BYTES
-from rollweave.sandbox.pool import Pool
+from rollweave.sandbox.running import Pool
 from rollweave.sandbox.tools import Bash
 from rollweave.sandbox.tunnel import MAX_IN_FLIGHT, tunnel
 from rollweave.schema.errors import SandboxLostError, SandboxRefusedError

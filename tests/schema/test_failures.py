@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.envs.foreign import describe_error
+from rollweave.envs.threads import describe_error
 from rollweave.schema.failures import failure_kind, raised
 from rollweave.schema.text import ERROR_CHARS
 

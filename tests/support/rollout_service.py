@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollweave.io.http.access import Access
+from rollweave.io.http.listening import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig

@@ -9,7 +9,7 @@ import pytest
 
 from rollweave.envs import registry
 from rollweave.envs.registry import DISTRIBUTED, DISTRIBUTION, ENTRY_POINTS, check_options, resolve
-from rollweave.io import user_code
+from rollweave.io.extras import USER_CODE_REFUSED, USER_CODE_VARIABLE
 from rollweave.schema.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_every_name_resolves(name: str) -> None:
 
 
 def test_no_permission_is_needed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(user_code.VARIABLE, user_code.REFUSED)
+    monkeypatch.setenv(USER_CODE_VARIABLE, USER_CODE_REFUSED)
     assert registry.load(announced()["swe"], what="environment")
     with pytest.raises(ConfigError, match="whose agent runs without --user-code"):
         registry.load("rollweave_envs.swe_bugs:files_of", what="environment")

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.segment import Segment
 
 from rollweave.cli.interrupt import exit_on_interrupt, raise_on_interrupt
-from rollweave.io.process_setup import INTERRUPTED, import_from_working_directory
+from rollweave.io.boot import INTERRUPTED, import_from_working_directory
 from rollweave.io.reading import named
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.text import visible

@@ -23,9 +23,8 @@ from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.child import child_of
-from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
-from rollweave.io.http.listening import listening
+from rollweave.io.http.listening import ADDRESS, Access, listening
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.machine import describe_computation, gpu_memory
 from rollweave.io.reading import read_json

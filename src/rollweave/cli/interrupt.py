@@ -7,7 +7,7 @@ Imports nothing that is slow, because it runs before everything else.
 import os
 import signal
 
-from rollweave.io.process_setup import INTERRUPTED, reset_signals
+from rollweave.io.boot import INTERRUPTED, reset_signals
 
 
 def install_signals() -> None:

@@ -278,7 +278,7 @@ def serve(
     """
     with errors_reported():
         from rollweave.cli.serve import serve as work
-        from rollweave.io.http.access import Access
+        from rollweave.io.http.listening import Access
 
         access = Access(
             host=host,

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
-from rollweave.io.http.access import ON_LOOPBACK, Access
+from rollweave.io.http.listening import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.schema.commands import Warn

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollweave.cli.runs import RUNS, clear
-from rollweave.io.process_setup import import_from_working_directory
+from rollweave.io.boot import import_from_working_directory
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary

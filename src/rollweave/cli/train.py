@@ -12,7 +12,7 @@ from rollweave.cli.layout import show_layout
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.cli.start import resolve
-from rollweave.io.process_setup import INTERRUPTED
+from rollweave.io.boot import INTERRUPTED
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import (

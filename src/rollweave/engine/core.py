@@ -33,8 +33,7 @@ from rollweave.engine.request_state import RequestState, StopStrings, load_token
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging, read_beside
-from rollweave.io.device import device_named
-from rollweave.io.machine import computed_dtype
+from rollweave.io.machine import computed_dtype, device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     EngineReply,

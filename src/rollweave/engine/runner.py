@@ -19,7 +19,7 @@ from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.engine.model import Batch, Decoder, DecoderWeights
 from rollweave.engine.paged_attention import CHECK_TOLERANCE, PagedAttention, obstacle
 from rollweave.engine.sampler import likeliest
-from rollweave.io.device import device_named, give_back_memory
+from rollweave.io.machine import device_named, give_back_memory
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import EngineSpec, TokenChances
 from rollweave.weights.adapters import AdapterBase

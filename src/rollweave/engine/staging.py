@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from rollweave.engine.model import Decoder, DecoderWeights
-from rollweave.io.threads import yield_to_others
+from rollweave.io.machine import yield_to_others
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import EngineReply, Staged, StageFailed
 from rollweave.schema.weights import WeightManifest

@@ -18,7 +18,7 @@ import torch
 
 from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore
-from rollweave.io.device import device_named
+from rollweave.io.machine import device_named
 from rollweave.schema.serving import (
     Abort,
     Add,

@@ -17,9 +17,15 @@ import msgspec
 import xxhash
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
-from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
-from rollweave.envs.threads import Caller, call_inline
+from rollweave.envs.threads import (
+    Caller,
+    call_inline,
+    describe_error,
+    running_task,
+    text_of,
+    type_name,
+)
 from rollweave.schema.base import copied
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.text import shortened, valid, valid_tree

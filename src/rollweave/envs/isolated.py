@@ -13,8 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, assert_never
 
 from rollweave.envs.boundary import GuardedEnv, score_episode
-from rollweave.envs.foreign import text_of
-from rollweave.envs.protocol import (
+from rollweave.envs.process import (
     Act,
     Close,
     Done,
@@ -30,7 +29,7 @@ from rollweave.envs.protocol import (
     Stepped,
 )
 from rollweave.envs.registry import resolve
-from rollweave.envs.threads import Caller, awaited, call_inline, needs_thread
+from rollweave.envs.threads import Caller, awaited, call_inline, needs_thread, text_of
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import ConfigError, EnvError, RewardError

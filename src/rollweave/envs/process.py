@@ -1,4 +1,6 @@
-"""Environments in child processes: a pool of processes that hold one environment each.
+"""Environments in child processes: the messages between the run and a process that
+holds one environment at a time, and a pool of such processes. Each command has one
+reply.
 
 Invariants: a process is idle, leased to exactly one environment or reward, or gone; a
 call that is cancelled (it ran out of time) kills its process, because the state of the
@@ -12,30 +14,79 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollweave.envs.base import Episode, Observation, Score, Step
-from rollweave.envs.protocol import (
-    Act,
-    Close,
-    Done,
-    EnvCommand,
-    EnvReply,
-    EnvSpec,
-    Evaluate,
-    Failed,
-    Observed,
-    Open,
-    Reset,
-    Scored,
-    Stepped,
-)
 from rollweave.io.child import Child, spawn
 from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.errors import EnvError, RewardError, WireError
 from rollweave.schema.work import Task
 
 MODULE = "rollweave.envs.isolated"
+
+
+class EnvSpec(Struct, frozen=True, kw_only=True):
+    env: str
+    options: dict[str, Any]
+
+
+class Open(TaggedStruct, frozen=True, kw_only=True):
+    """→ Done | Failed"""
+
+    spec: EnvSpec
+
+
+class Reset(TaggedStruct, frozen=True, kw_only=True):
+    """→ Observed | Failed"""
+
+    task: Task
+
+
+class Act(TaggedStruct, frozen=True, kw_only=True):
+    """→ Stepped | Failed"""
+
+    action: str
+    finish_reason: str = "stop"
+
+
+class Close(TaggedStruct, frozen=True, kw_only=True):
+    """→ Done | Failed. The process may then open another environment."""
+
+
+class Evaluate(TaggedStruct, frozen=True, kw_only=True):
+    """→ Scored | Failed"""
+
+    spec: EnvSpec
+    episode: Episode
+
+
+EnvCommand = Open | Reset | Act | Close | Evaluate
+
+
+class Done(TaggedStruct, frozen=True, kw_only=True):
+    pass
+
+
+class Observed(TaggedStruct, frozen=True, kw_only=True):
+    observation: Observation
+
+
+class Stepped(TaggedStruct, frozen=True, kw_only=True):
+    step: Step
+
+
+class Scored(TaggedStruct, frozen=True, kw_only=True):
+    score: Score
+
+
+class Failed(TaggedStruct, frozen=True, kw_only=True):
+    """The environment or the reward failed; the process is healthy."""
+
+    error: str
+
+
+EnvReply = Done | Observed | Stepped | Scored | Failed
 
 R = TypeVar("R", bound=EnvReply)
 

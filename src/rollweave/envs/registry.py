@@ -15,8 +15,12 @@ from typing import Any, NoReturn
 import msgspec
 
 from rollweave.envs.base import Options
-from rollweave.io import user_code
-from rollweave.io.extras import MissingExtraError, without_distribution
+from rollweave.io.extras import (
+    USER_CODE_RULE,
+    MissingExtraError,
+    user_code_is_allowed,
+    without_distribution,
+)
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
 
@@ -29,10 +33,10 @@ NAMES_SHOWN = 8
 """Maximum number of a module's functions and classes that an error names."""
 
 BUILT_IN = {
-    "calculator": "rollweave.envs.calculator:Calculator",
+    "calculator": "rollweave.envs.games:Calculator",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
-    "nim": "rollweave.envs.nim:Nim",
+    "nim": "rollweave.envs.games:Nim",
     "program": "rollweave.envs.handlers.program:Program",
 }
 
@@ -143,8 +147,8 @@ def load(reference: str, *, what: str) -> Any:
             else ""
         )
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
-    if not (user_code.is_allowed() or _is_ours(reference)):
-        raise ConfigError(f"{what} {user_code.RULE}, got {reference!r}")
+    if not (user_code_is_allowed() or _is_ours(reference)):
+        raise ConfigError(f"{what} {USER_CODE_RULE}, got {reference!r}")
     try:
         target: Any = importlib.import_module(module)
     except MissingExtraError as error:

@@ -1,5 +1,6 @@
 """The task domains of a run: draws their tasks, opens their environments, scores their
-episodes.
+episodes; and user functions, named by the configuration, that decide what is trained on
+(`core/policy/experience.Rule`).
 
 Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out tasks
 come from separate splits, one for the choice of a checkpoint and another for the final
@@ -11,18 +12,24 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
+from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.redundancy import next_domain
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task
 from rollweave.envs.boundary import CONVERSION_ERRORS, USER_EXCEPTIONS, GuardedEnv, score_episode
-from rollweave.envs.foreign import describe_error, type_name
-from rollweave.envs.process import EnvProcesses, ProcessEnv, score_in_process
-from rollweave.envs.protocol import EnvSpec
-from rollweave.envs.registry import check_options, is_handler, resolve
-from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thread
+from rollweave.envs.process import EnvProcesses, EnvSpec, ProcessEnv, score_in_process
+from rollweave.envs.registry import check_options, is_handler, load, resolve
+from rollweave.envs.threads import (
+    EnvThread,
+    EnvThreads,
+    call_inline,
+    describe_error,
+    needs_thread,
+    type_name,
+)
 from rollweave.sandbox.base import HOST, is_reference
 from rollweave.schema.base import TaskId, copied, mix
 from rollweave.schema.chat import Message
@@ -302,3 +309,45 @@ def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(image for image in method(copied(options)) if image != HOST)
     image = options.get("image")
     return (image,) if isinstance(image, str) and is_reference(image) else ()
+
+
+def named(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the settings that name a function, with its `package.module:function`."""
+    name = config.buffer.sample
+    return [("buffer.sample", name)] if ":" in name else []
+
+
+def rule(name: str) -> Rule:
+    """Return the function.
+
+    Raises ConfigError if it cannot be imported, or cannot be called with the buffer and
+    a version.
+    """
+    what = f"function {name!r}"
+    function = load(name, what=what)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "a coroutine function" if callable(function) else type(function).__name__
+        raise ConfigError(f"{what} must be a function, got {kind}")
+    try:
+        inspect.signature(function).bind((), 0)
+    except TypeError as error:
+        raise ConfigError(f"{what} must take the experiences and the version: {error}") from error
+    except ValueError:  # a function written in C has no signature
+        pass
+    return cast(Rule, function)
+
+
+def rules_of(config: RunConfig) -> dict[str, Rule]:
+    """Return the functions by name. Raises ConfigError with a line for each setting
+    whose function is invalid.
+    """
+    rules: dict[str, Rule] = {}
+    errors = []
+    for setting, name in named(config):
+        try:
+            rules[name] = rule(name)
+        except ConfigError as error:
+            errors.append(f"{setting}: {error}")
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return rules

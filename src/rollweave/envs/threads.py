@@ -1,5 +1,6 @@
-"""Threads for plain methods of environments: code that blocks delays only its own
-trajectory.
+"""Threads for plain methods of environments, so that code that blocks delays only its
+own trajectory; and descriptions of user values and exceptions that are safe whatever
+their classes do.
 
 An environment has one thread for its lifetime, because a resource that it opens (a
 database connection, for example) may belong to the thread that opened it. Nothing
@@ -8,26 +9,56 @@ being computed, and `rollout.max_running` bounds the number of both.
 
 Invariants: calls of one environment run one after another on one thread; an abandoned
 call stays on its thread and is counted until it returns, and its environment is never
-called again; threads are daemons, and nothing waits for one.
+called again; threads are daemons, and nothing waits for one. No description raises,
+because the attributes and methods of a foreign object are foreign code as well.
 """
 
 import asyncio
 import contextlib
 import inspect
+import os
 import queue
+import sysconfig
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol
 
-from rollweave.envs.foreign import text_of
-from rollweave.schema.errors import EnvError
+from rollweave.schema.errors import EnvError, RollweaveError
+from rollweave.schema.failures import raised
+from rollweave.schema.text import shortened, valid
 
 MAX_ABANDONED = 64
 """Maximum number of abandoned calls that have not returned; beyond this number no
 environment gets a thread.
 """
+
+Deliver = Callable[[Any, BaseException | None], None]
+"""Receives a call's result, or the exception that it raised."""
+
+_NAME = type.__dict__["__name__"]
+"""The descriptor of a class's name; a metaclass may define another `__name__`."""
+
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "<frozen ",
+)
+"""Prefixes of files that are not the user's own: files of Python, of installed
+packages, and of Rollweave.
+"""
+
+MAIN_THREAD = (
+    'signals need the main thread of a process: with isolation = "process", environments '
+    "and the reward function of env jsonl run there"
+)
+"""Remedy of code that sets a signal handler or an alarm on another thread."""
+
+_CAUSES = 8
+"""Maximum number of an exception's causes that are examined."""
 
 
 class Caller(Protocol):
@@ -196,10 +227,6 @@ class EnvThread:
         self._threads.count_abandoned(self._calling)
 
 
-Deliver = Callable[[Any, BaseException | None], None]
-"""Receives a call's result, or the exception that it raised."""
-
-
 class _Worker:
     """A daemon thread that runs one call after another."""
 
@@ -231,3 +258,68 @@ def _work(calls: "queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None]") 
             deliver(value, None)
         # Hold no references to an environment's objects until the next call.
         del job, call, deliver, value
+
+
+def type_name(value: Any) -> str:
+    """Return the name of the value's class."""
+    return str(_NAME.__get__(type(value)))
+
+
+def text_of(error: BaseException) -> str:
+    """Return the exception's text, as valid text of limited length."""
+    try:
+        return shortened("".join(str(error)))
+    except BaseException:
+        return "(its text cannot be shown)"
+
+
+def describe_error(method: str, error: BaseException) -> str:
+    """Return the error and the place in the code where it was raised: the last line of
+    the user's own code, or, without a line of the user's, the last line of any code.
+    """
+    text = text_of(error)
+    if _needs_main_thread(error):
+        text = f"{text}; {MAIN_THREAD}"
+    # `isinstance` would also consult the exception's `__class__`.
+    if issubclass(type(error), RollweaveError):
+        return f"{method}: {text}"
+    return valid(raised(method, type_name(error), text, _place(error)))
+
+
+def _needs_main_thread(error: BaseException) -> bool:
+    """Return whether `signal.signal` has raised this error or one of the error's
+    causes.
+    """
+    cause: BaseException | None = error
+    try:
+        for _ in range(_CAUSES):
+            if cause is None:
+                return False
+            if type(cause) is ValueError and str(cause).startswith("signal only works in main"):
+                return True
+            cause = cause.__cause__ or cause.__context__
+    except BaseException:
+        pass
+    return False
+
+
+def _place(error: BaseException) -> str:
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        last = (own or frames)[-1:]
+        return "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
+    except BaseException:
+        return ""
+
+
+def running_task() -> asyncio.Task[Any] | None:
+    """Return the task that is running now, if any.
+
+    A GeneratorExit that arrives while the task of the coroutine runs was raised by the
+    code that it awaits. When Python closes a coroutine, its task does not run.
+    """
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None

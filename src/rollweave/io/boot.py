@@ -1,9 +1,16 @@
-"""The first code of a child that `io/child.py` starts: it binds the child to its parent
-before the imports, which take seconds.
+"""The first steps of a process: reset inherited signals, make the user's modules
+importable, and bind a child that `io/child.py` starts to its parent before the imports,
+which take seconds.
 
-Invariants: from here on the child ends with its parent, even while it is stopped,
+A shell without job control starts background jobs with SIGINT and SIGQUIT ignored, and
+supervisors and test runners block or ignore others; `exec` passes both on. Every entry
+point calls `reset_signals` first. `sandbox/inside` has its own version, because this
+package does not exist in sandboxes.
+
+Invariants: from `boot` on the child ends with its parent, even while it is stopped,
 because SIGKILL does not wait for it to continue; no signal is ignored or blocked
-because the parent ignores or blocks it. No import here is slow.
+because the parent ignores or blocks it. This module imports none of our modules,
+because it runs before everything else, and no import here is slow.
 """
 
 import ctypes
@@ -12,8 +19,15 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Container
 
-from rollweave.io.process_setup import reset_signals
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended, by the convention of shells."""
+
+PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that the interpreter ignores by itself; `subprocess` restores them in
+children.
+"""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 75
@@ -24,6 +38,31 @@ COMMAND = (sys.executable, "-c", "from rollweave.io.boot import boot; boot()")
 follow. The descriptors are the socket and, if the connection has a seal, a pipe with
 its keys.
 """
+
+
+def reset_signals(*, keep: Container[int] = ()) -> None:
+    """Give each ignored signal that is not in `keep` its default disposition, and
+    unblock all signals. Must be called on the main thread.
+    """
+    for number in signal.valid_signals():
+        if (
+            number not in PYTHONS
+            and number not in keep
+            and signal.getsignal(number) is signal.SIG_IGN
+        ):
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def import_from_working_directory() -> None:
+    """Add the working directory to the import path, as in child processes, so that
+    `package.module:Class` in a configuration may name a module in this directory.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
 
 
 def boot() -> None:

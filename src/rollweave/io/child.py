@@ -24,7 +24,7 @@ from typing import IO, Protocol
 
 from rollweave.io.boot import COMMAND
 from rollweave.io.framing import FramedSocket
-from rollweave.io.sealing import Seal
+from rollweave.io.wire import Seal
 from rollweave.schema.text import visible
 
 EXIT_S = 2.0

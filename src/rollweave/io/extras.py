@@ -1,9 +1,17 @@
-"""Optional dependencies: import them, and say how to install a missing dependency."""
+"""What this process may import: optional dependencies, with how to install a missing
+dependency, and the user's code.
+
+The user's code consists of modules that a configuration names, interpreters, and
+options of servers that may name files of code. An agent whose operator has not allowed
+it (`rollweave host --user-code`) withdraws the permission from its processes. A
+controller cannot give it to them.
+"""
 
 import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -27,6 +35,13 @@ Sinks and transports have extras of their names.
 
 DISTRIBUTIONS = {"rollweave-envs": "packages/envs", "rollweave-papers": "packages/papers"}
 """The folder of each further distribution of this repository."""
+
+USER_CODE_VARIABLE = "ROLLWEAVE_USER_CODE"
+"""Environment variable of an agent's processes."""
+
+USER_CODE_REFUSED = "no"
+
+USER_CODE_RULE = "must be built in on a host whose agent runs without --user-code"
 
 
 class MissingExtraError(ConfigError):
@@ -104,3 +119,8 @@ def _checkout() -> Path | None:
     if path is not None and path == Path.cwd():
         return Path(".")
     return path
+
+
+def user_code_is_allowed() -> bool:
+    """Return whether this process may run the user's code."""
+    return os.environ.get(USER_CODE_VARIABLE) != USER_CODE_REFUSED

@@ -1,5 +1,5 @@
 """Frames over a connected stream socket, on the event loop, sealed or not
-(`io/sealing`).
+(`io/wire`).
 
 Invariants: `on_frame` receives each payload once, in order; `on_end` is called exactly
 once, and no frame is delivered afterwards; the bytes that wait to be sent are bounded.
@@ -12,8 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from rollweave.io.sealing import CODE_BYTES, Seal
-from rollweave.io.wire import FRAME_BYTES, LENGTH, FrameDecoder, frame
+from rollweave.io.wire import CODE_BYTES, FRAME_BYTES, LENGTH, FrameDecoder, Seal, frame
 from rollweave.schema.errors import WireError
 
 RECEIVE_BYTES = 1 << 18

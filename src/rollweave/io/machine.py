@@ -1,17 +1,30 @@
-"""This machine: its resources, and the number format in which its CPU computes a model.
-Torch is imported only by the functions that need it, so that checks before a run stay
-fast.
+"""This machine: its resources, the device on which a process computes, the number
+format in which the CPU computes a model, the priority of threads, and sockets at its
+addresses. Torch is imported only by the functions that need it, so that checks before a
+run stay fast.
 """
 
+import contextlib
+import ctypes
 import functools
 import os
 import platform
+import socket
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """Linux's names of instructions for products of bfloat16: the first two are x86's, the
 last is ARM's.
+"""
+
+NICENESS = 10
+"""Niceness of a thread that yields, in addition to the niceness of its process: the
+thread gets a tenth of a core that another thread wants.
 """
 
 
@@ -118,3 +131,54 @@ def describe_computation(dtype: str, device_type: str) -> str:
         f"models of {dtype} are computed in {computed}, with twice the memory, since this CPU has "
         f"no instructions for {dtype}"
     )
+
+
+def device_named(name: str) -> "torch.device":
+    """Return the device that `name` stands for, as in `model.device`: `auto` is a GPU
+    if this process sees one, and `cuda` the first GPU that it sees.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
+def give_back_memory(device: "torch.device") -> None:
+    """Return freed memory of the device, which allocators would keep, to the system, so
+    that other processes can use it.
+    """
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def yield_to_others() -> None:
+    """Lower the priority of this thread for good, on systems on which threads have
+    priorities (Linux).
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS)
+
+
+def bound_socket(address: str, port: int) -> socket.socket:
+    """Return a TCP socket, IPv4 or IPv6, that is bound to this address and port. Raises
+    OSError.
+
+    A port that a former process used is free immediately. Port 0 stands for any free
+    port.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

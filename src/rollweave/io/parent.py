@@ -16,8 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from rollweave.io.boot import ORPHANED
-from rollweave.io.sealing import CODE_BYTES, STATE, Seal
-from rollweave.io.wire import FRAME_BYTES, FrameDecoder, frame
+from rollweave.io.wire import CODE_BYTES, FRAME_BYTES, STATE, FrameDecoder, Seal, frame
 
 RECEIVE_BYTES = 1 << 18
 

@@ -21,9 +21,9 @@ import msgspec
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
 from rollweave.envs.boundary import USER_EXCEPTIONS, checked_score
-from rollweave.envs.foreign import describe_error, running_task, type_name
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import AttemptSandboxes, Sandboxes
+from rollweave.envs.threads import describe_error, running_task, type_name
 from rollweave.rollout.chat.codec import AgentConfig
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import DELAY_S, Budget, EpisodeStopError, TurnPort, record_of

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.envs.foreign import describe_error
+from rollweave.envs.threads import describe_error
 from rollweave.rollout.driver import (
     DELAY_S,
     Driver,

@@ -17,8 +17,7 @@ from rollweave.core.core import Core
 from rollweave.core.mechanisms.membership.bindings import groups_on_gpus
 from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.policy.health import max_gap
-from rollweave.envs.rules import named
-from rollweave.envs.tasks import TaskSource
+from rollweave.envs.tasks import TaskSource, named
 from rollweave.record.rundir import Identity, RunDir, model_digests, write_identity
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.runtime.hosts import user_files

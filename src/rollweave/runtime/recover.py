@@ -17,7 +17,7 @@ import msgspec
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.state import ALIVE, Stage, State
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.io.reading import lines
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import (

@@ -25,8 +25,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
+from rollweave.io.boot import INTERRUPTED
 from rollweave.io.child import kill_all
-from rollweave.io.process_setup import INTERRUPTED
 from rollweave.schema.errors import Interrupted
 
 T = TypeVar("T")

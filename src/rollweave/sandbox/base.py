@@ -26,12 +26,15 @@ MIB = 1 << 20
 
 HOST = "host"
 """Name of the image that has this machine's programs, libraries and interpreter,
-read-only (`host.py`), and an empty root, home and /tmp.
+read-only (`rootfs.py`), and an empty root, home and /tmp.
 """
 
 HOME = "/home/agent"
 
 LOOPBACK = "LOOPBACK"
+
+SUPPORT = "/run/rollweave"
+"""Path at which a sandbox sees boot.py and the server."""
 
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 """Form of an image's name by the SHA-256 of its archive."""

@@ -28,7 +28,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
-from rollweave.sandbox.temporary import remove_leftovers, temporary_file
+from rollweave.io.locked_folders import remove_leftovers, unfinished_file
 from rollweave.schema.errors import SandboxError
 from rollweave.schema.text import whole
 
@@ -169,7 +169,7 @@ class Blobs:
         """
         with contextlib.ExitStack() as stack:
             with storing(self._folder):
-                file = stack.enter_context(temporary_file(self._folder))
+                file = stack.enter_context(unfinished_file(self._folder))
             yield BlobWriter(file, self._folder)
 
     def get(self, digest: str) -> Path:

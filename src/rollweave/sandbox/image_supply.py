@@ -22,8 +22,7 @@ from typing import Any, Protocol, TypeVar
 from rollweave.core.policy.images import pause_s
 from rollweave.sandbox.base import Backend
 from rollweave.sandbox.blobs import ROUTE, Blobs, Cancellation, Source, digest_of, read_text
-from rollweave.sandbox.image_cache import ImageCache, Lease
-from rollweave.sandbox.image_reference import Reference, parse
+from rollweave.sandbox.image_cache import ImageCache, Lease, Reference, parse_reference
 from rollweave.sandbox.images import write_atomically
 from rollweave.schema.errors import ConfigError, ImageError, SandboxError
 from rollweave.schema.images import GrantImage, ImageWait
@@ -186,7 +185,7 @@ class ImageSupply:
         return await asyncio.shield(task)
 
     def _resolve(self, text: str) -> _Image:
-        reference = parse(text, self._here)
+        reference = parse_reference(text, self._here)
         key = reference.digest
         if reference.archive is not None:
             with reference.archive.open("rb") as file:

@@ -29,13 +29,13 @@ from typing import IO, Literal, cast
 
 import msgspec
 
+from rollweave.io.locked_folders import remove_leftovers, unfinished_folder
 from rollweave.package import DIRECTORY, VERSION
 from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import DIGEST, MIB, Backend, Limits, SandboxSpec
 from rollweave.sandbox.blobs import Blobs, BlobWriter, Cancellation, check_digest, digest_of
 from rollweave.sandbox.layers import Copy, remove
 from rollweave.sandbox.stage import ensure_folder
-from rollweave.sandbox.temporary import remove_leftovers, temporary_folder
 from rollweave.sandbox.unpacking import DONE, Bounds, Refused, check_bytes, check_member
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, SandboxError
@@ -232,7 +232,7 @@ class Images:
     @contextlib.contextmanager
     def _new_folder(self) -> Iterator[Path]:
         """Yield a folder that is removed afterwards unless it was renamed."""
-        with temporary_folder(self._folder) as folder:
+        with unfinished_folder(self._folder) as folder:
             os.chmod(folder, 0o755)
             yield folder
 

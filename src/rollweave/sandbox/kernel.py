@@ -1,5 +1,9 @@
-"""System calls that set up sandboxes and that Python does not provide. Linux only,
-standard library alone.
+"""System calls that set up sandboxes and that Python does not provide, and the /dev of
+a sandbox: a few harmless devices, and terminals and shared memory that belong to the
+sandbox alone and are limited. Linux only, standard library alone.
+
+Every back end mounts this /dev with the root, because the /dev that bubblewrap makes,
+for example, has no such limits.
 
 Invariant: a call that fails raises OSError with the kernel's error number and the name
 of the call; nothing is retried.
@@ -40,6 +44,33 @@ _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 0x1, 0x2, 0x4
 _MOUNT_ATTR_IDMAP = 0x00100000
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+
+TERMINALS = 32
+"""Maximum number of pseudo-terminals of one sandbox: the kernel has about 4,000 for the
+whole machine.
+"""
+
+SHM_BYTES = 64 << 20
+"""Size of /dev/shm in bytes, as in container engines."""
+
+SHM_FILES = 8192
+"""Maximum number of files in /dev/shm."""
+
+MASKED = ("cmdline", "key-users", "keys", "timer_list")
+"""Files of /proc with the kernel's command line, and with processes and keys from
+outside the sandbox.
+"""
+
+_QUIET = MS_NOSUID | MS_NOEXEC
 
 
 def unshare(flags: int) -> None:
@@ -194,3 +225,32 @@ def _check(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def masked() -> list[str]:
+    """Return the masked files of /proc that this kernel has."""
+    return [name for name in MASKED if os.path.exists(f"/proc/{name}")]
+
+
+def mount_devices(dev: str) -> None:
+    """Mount the devices on the folder `dev`, read-only except for /dev/shm and the
+    terminals. Raises OSError.
+    """
+    mount("tmpfs", dev, "tmpfs", _QUIET, "size=64k,nr_inodes=64,mode=0755")
+    for name in DEVICES:
+        os.close(os.open(f"{dev}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        mount(f"/dev/{name}", f"{dev}/{name}", flags=MS_BIND)
+    for name, target in LINKS.items():
+        os.symlink(target, f"{dev}/{name}")
+    os.mkdir(f"{dev}/pts", 0o755)
+    mount(
+        "devpts",
+        f"{dev}/pts",
+        "devpts",
+        _QUIET,
+        f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}",
+    )
+    os.mkdir(f"{dev}/shm", 0o1777)
+    size = f"size={SHM_BYTES},nr_inodes={SHM_FILES},mode=1777"
+    mount("tmpfs", f"{dev}/shm", "tmpfs", MS_NOSUID | MS_NODEV, size)
+    mount("none", dev, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | _QUIET)

@@ -19,7 +19,7 @@ import stat
 from dataclasses import dataclass, field
 
 from rollweave.sandbox import kernel
-from rollweave.sandbox.devices import mount_devices
+from rollweave.sandbox.kernel import mount_devices
 from rollweave.sandbox.layers import Copy, remove
 
 INODE_BYTES = 8192

@@ -28,11 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.io.process_setup import reset_signals
+from rollweave.io.boot import reset_signals
 from rollweave.sandbox import kernel
 from rollweave.sandbox.boot import limit
 from rollweave.sandbox.cgroups import REMOVE_S, Group, Groups
-from rollweave.sandbox.devices import SHM_BYTES
+from rollweave.sandbox.kernel import SHM_BYTES
 from rollweave.sandbox.processes import Process, Table, family, process, started
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import Root, stage

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import IO, Any, cast
 
-from rollweave.io.process_setup import reset_signals
+from rollweave.io.boot import reset_signals
 from rollweave.sandbox import kernel
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import enter_user_namespace

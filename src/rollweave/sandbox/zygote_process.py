@@ -26,8 +26,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
-from rollweave.sandbox.devices import masked
 from rollweave.sandbox.inside.cells import PRELOADED
+from rollweave.sandbox.kernel import masked
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
 from rollweave.sandbox.supervisor import serve

@@ -18,12 +18,11 @@ from aiohttp import web
 from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.core.state import State
 from rollweave.engine.clients.base import Generates
-from rollweave.envs.foreign import describe_error
 from rollweave.envs.tasks import TaskSource
+from rollweave.envs.threads import describe_error
 from rollweave.io.disk import replace_file
-from rollweave.io.http.access import ADDRESS, ON_LOOPBACK, Access
 from rollweave.io.http.guard import Guard, kept_token
-from rollweave.io.http.listening import listening
+from rollweave.io.http.listening import ADDRESS, ON_LOOPBACK, Access, listening
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import SERVICE_LIMIT
 from rollweave.rollout.chat.codec import ChatCodec

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rollweave.core.policy.turn_times import KEPT_OF_DOMAINS, TurnTime, TurnTimes, Worked, fit
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

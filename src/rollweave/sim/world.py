@@ -16,7 +16,7 @@ from rollweave.core.core import Core
 from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.mechanisms.relays.state import relay_id
 from rollweave.core.state import Stage
-from rollweave.envs.rules import rules_of
+from rollweave.envs.tasks import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

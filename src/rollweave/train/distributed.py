@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypeIs
 
-from rollweave.io.sockets import bound_socket
+from rollweave.io.machine import bound_socket
 from rollweave.schema.errors import TrainerError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollweave.io.device import give_back_memory
+from rollweave.io.machine import give_back_memory
 from rollweave.schema.config.training import TrainerConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import (

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rollweave.io.device import device_named
-from rollweave.io.machine import computed_dtype
+from rollweave.io.machine import computed_dtype, device_named
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollweave.envs import registry
-from rollweave.io import user_code
+from rollweave.io.extras import USER_CODE_REFUSED, USER_CODE_VARIABLE
 from rollweave.io.framing import FramedSocket
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import remote
@@ -107,7 +107,7 @@ async def test_an_agent_starts_what_its_operator_allows(
             if permissions.lent and program is Program.ENGINE:
                 assert "the engine that lends at /nowhere" in await one.end()
                 continue
-            code = b"-" if permissions.user_code else user_code.REFUSED.encode()
+            code = b"-" if permissions.user_code else USER_CODE_REFUSED.encode()
             assert await one.ask(b"environment") == b"3 3 " + code
             one.process.kill()
             await one.end()
@@ -238,7 +238,7 @@ async def test_an_altered_frame_ends_the_connection_and_is_named(
 def test_processes_without_the_permission_import_only_what_is_built_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(user_code.VARIABLE, user_code.REFUSED)
+    monkeypatch.setenv(USER_CODE_VARIABLE, USER_CODE_REFUSED)
     assert registry.load(registry.BUILT_IN["nim"], what="environment")
     for reference in ("os:getcwd", "rollweave.io.child:os.system", "tests.support.game:Game"):
         with pytest.raises(ConfigError, match="whose agent runs without --user-code"):

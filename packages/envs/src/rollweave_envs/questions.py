@@ -16,7 +16,7 @@ from rollweave.envs.handlers.base import Agent, Job, Tool
 from rollweave.envs.handlers.sandboxes import SandboxHandler
 from rollweave.envs.handlers.toolbox import check_positive, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
-from rollweave.envs.records import draw_record, numbered_records
+from rollweave.envs.jsonl import draw_record, numbered_records
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.sandbox.packages import installed
 from rollweave.schema.base import Struct

@@ -21,7 +21,7 @@ from rollweave.envs.handlers.base import Agent, Job, LimitError
 from rollweave.envs.handlers.sandboxes import SandboxHandler, check_seen, exec_after_agent
 from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse
-from rollweave.envs.records import draw_record
+from rollweave.envs.jsonl import draw_record
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.packages import installed
 from rollweave.sandbox.rootfs import python_of

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollweave.envs.records import numbered_records
+from rollweave.envs.jsonl import numbered_records
 from rollweave.sandbox.base import MIB
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError

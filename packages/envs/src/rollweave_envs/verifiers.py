@@ -27,9 +27,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of, split_of
-from rollweave.envs.foreign import text_of, type_name
 from rollweave.envs.handlers.base import Agent, Job
-from rollweave.envs.records import shuffled
+from rollweave.envs.jsonl import shuffled
+from rollweave.envs.threads import text_of, type_name
 from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, EnvError, RewardError
 from rollweave.schema.work import Task

@@ -34,8 +34,7 @@ from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.exposition import exposition
-from rollweave.io.http.fields import openai_error, refused_field, shown
-from rollweave.io.http.struct_errors import struct_error
+from rollweave.io.http.fields import openai_error, refused_field, shown, struct_error
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (

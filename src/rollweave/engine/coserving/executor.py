@@ -45,9 +45,7 @@ from rollweave.engine.coserving.serving_load import FIRST_PROMPT, ServingLoad
 from rollweave.engine.coserving.tenant import Measuring, Tenant, measure_profile
 from rollweave.engine.pages import PagePool, driver_of
 from rollweave.engine.thread import Activity, Mailbox
-from rollweave.io.device import device_named
-from rollweave.io.machine import computed_dtype
-from rollweave.io.threads import yield_to_others
+from rollweave.io.machine import computed_dtype, device_named, yield_to_others
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (
     Add,

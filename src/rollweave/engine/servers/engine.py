@@ -35,7 +35,7 @@ from rollweave.engine.servers.published import (
     published_model,
 )
 from rollweave.engine.servers.reports import ProgressReports, UpdateTimes
-from rollweave.io import user_code
+from rollweave.io.extras import USER_CODE_RULE, user_code_is_allowed
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
@@ -121,8 +121,8 @@ class ServerEngine:
         `EngineFatal`.
         """
         try:
-            if not (self._settings.is_ours or user_code.is_allowed()):
-                raise EngineError(f"the server's interpreter and options {user_code.RULE}")
+            if not (self._settings.is_ours or user_code_is_allowed()):
+                raise EngineError(f"the server's interpreter and options {USER_CODE_RULE}")
             shape = read_any_shape(Path(self._spec.model))
             if not self._settings.addresses:
                 await asyncio.to_thread(

@@ -35,7 +35,7 @@ from rollweave.envs.handlers.sandboxes import (
     forget,
 )
 from rollweave.envs.handlers.toolbox import check_positive
-from rollweave.envs.records import draw_record, numbered_records, record_at
+from rollweave.envs.jsonl import draw_record, numbered_records, record_at
 from rollweave.envs.registry import load
 from rollweave.sandbox.base import (
     HOST,

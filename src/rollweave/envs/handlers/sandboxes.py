@@ -28,8 +28,8 @@ from rollweave.sandbox.base import (
 from rollweave.sandbox.folders import check_folder
 from rollweave.sandbox.image_cache import Lease
 from rollweave.sandbox.packages import distributions
-from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
+from rollweave.sandbox.running import Pool
 from rollweave.schema.errors import (
     ConfigError,
     ImageError,

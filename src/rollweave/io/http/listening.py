@@ -1,5 +1,6 @@
 """HTTP listeners. All are opened and closed here, behind the guard, with deadlines and
-bounds.
+bounds; the options of a command that serves over HTTP say at which address, and whom
+the guard admits.
 
 Invariants: a request reaches the application only through its guard (`guard.py`); only
 `bodies.py` reads and inflates a body; a connection without a complete request is closed
@@ -14,12 +15,14 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import http_exceptions, web
 
-from rollweave.io.http.expectation import check_expectation, withhold
-from rollweave.io.http.guard import Guard
+from rollweave.io.http.bodies import check_expectation, withhold
+from rollweave.io.http.guard import Guard, given_token
+from rollweave.schema.address import check_names
 from rollweave.schema.errors import ConfigError
 
 BACKLOG = 128
@@ -58,6 +61,11 @@ FILES = 1 << 16
 down child programs that close every possible descriptor.
 """
 
+_LOG = logging.getLogger("rollweave.http")
+
+ADDRESS = "--host and --port"
+"""The options of the address, as errors name them."""
+
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """Return False for the record of invalid HTTP, which is reported to the client and
@@ -68,7 +76,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
     )
 
 
-_LOG = logging.getLogger("rollweave.http")
 _LOG.addFilter(_is_ours)
 
 
@@ -354,3 +361,37 @@ def _half_of_the_files() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
             soft = target
     return (FILES if soft == resource.RLIM_INFINITY else soft) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """The address of a server and the clients that it admits.
+
+    `names` are further names under which clients reach it; `no_token` admits every
+    program on this host.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8300
+    token_env: str | None = None
+    no_token: bool = False
+    names: tuple[str, ...] = ()
+
+    def check(self) -> str | None:
+        """Return the token in the variable `token_env`, or None without a variable.
+        Raises ConfigError for wrong options, and if no server can listen at the
+        address.
+        """
+        token = given_token(
+            self.token_env, no_token=self.no_token, host=self.host, named="--token-env"
+        )
+        try:
+            check_names(self.names, field="--allow-host")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        check_address(self.host, self.port, names=ADDRESS)
+        return token
+
+
+ON_LOOPBACK = Access()
+"""The default: loopback, with a token that is generated and kept."""

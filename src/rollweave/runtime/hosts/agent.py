@@ -25,14 +25,13 @@ from typing import IO
 import msgspec
 
 from rollweave.core.policy.waiting import LongWaits, Wait, wait_lines
-from rollweave.io import user_code
 from rollweave.io.child import exit_status, kill_group, start_process
 from rollweave.io.disk import free_space
+from rollweave.io.extras import USER_CODE_REFUSED, USER_CODE_VARIABLE
 from rollweave.io.framing import FramedSocket, send_frame
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.reading import whole
-from rollweave.io.sealing import Seal
-from rollweave.io.wire import decoder_of, encode
+from rollweave.io.wire import Seal, decoder_of, encode
 from rollweave.package import VERSION
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.authentication import introduce
@@ -389,7 +388,7 @@ class _Membership:
         env = dict(self._accepted.env) if self._accepted is not None else {}
         env |= environment(start.program, start.share)
         if not self._agent.permissions.user_code:
-            env[user_code.VARIABLE] = user_code.REFUSED
+            env[USER_CODE_VARIABLE] = USER_CODE_REFUSED
         return env
 
     def _check(self, start: StartProcess) -> None:

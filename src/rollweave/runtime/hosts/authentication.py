@@ -2,7 +2,7 @@
 that it knows the run's secret, which is never sent.
 
 The frames that follow carry authentication codes with keys that only these two ends
-know (`io/sealing`). They are not encrypted, and neither are weights and KV between
+know (`io/wire`). They are not encrypted, and neither are weights and KV between
 hosts: the network between the hosts of a run must be private (`docs/SECURITY.md`).
 """
 
@@ -12,7 +12,7 @@ import os
 import socket
 
 from rollweave.io.framing import receive_exactly
-from rollweave.io.sealing import Seal
+from rollweave.io.wire import Seal
 from rollweave.schema.errors import HostError
 
 GREETING = b"rollweave host 2\n"

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import msgspec
 
 from rollweave.io.framing import receive_frame, send_frame
-from rollweave.io.sealing import Seal
-from rollweave.io.sockets import bound_socket
-from rollweave.io.wire import encode
+from rollweave.io.machine import bound_socket
+from rollweave.io.wire import Seal, encode
 from rollweave.package import VERSION
 from rollweave.runtime.hosts.authentication import admit
 from rollweave.runtime.hosts.remote import DRAIN_S, SILENT_S, RemoteHost, decode

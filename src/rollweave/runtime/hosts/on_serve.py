@@ -26,7 +26,7 @@ import msgspec
 
 from rollweave.envs.threads import EnvThreads
 from rollweave.io.extras import from_extra
-from rollweave.io.sockets import bound_socket
+from rollweave.io.machine import bound_socket
 from rollweave.io.wire import encode
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import FunctionReward, RewardCall

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from rollweave.io.child import ChildProcess, Spawn, why_it_ended
 from rollweave.io.framing import FramedSocket
-from rollweave.io.sealing import Seal
-from rollweave.io.wire import decoder_of, encode
+from rollweave.io.wire import Seal, decoder_of, encode
 from rollweave.schema.errors import WireError
 from rollweave.schema.hosts import (
     ALIVE_S,

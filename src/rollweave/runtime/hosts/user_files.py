@@ -22,8 +22,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rollweave.envs.registry import reference_of
-from rollweave.sandbox import image_reference, unpacking
-from rollweave.sandbox.image_reference import Reference
+from rollweave.sandbox import unpacking
+from rollweave.sandbox.image_cache import Reference, parse_reference
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError
@@ -263,7 +263,7 @@ def _of_images(images: Iterable[str]) -> Iterator[str]:
     for image in images:
         if not image.startswith("/"):
             with contextlib.suppress(Exception):  # a wrong name fails its own check
-                paths = image_reference.parse(image, Path.cwd()).paths()
+                paths = parse_reference(image, Path.cwd()).paths()
                 yield from filter(_is_below, map(str, paths))
 
 

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from rollweave.engine.servers.attached import check_servers
 from rollweave.engine.servers.kinds import kind_of
 from rollweave.io.extras import how_to_install
-from rollweave.io.machine import cores
-from rollweave.io.sockets import bound_socket
+from rollweave.io.machine import bound_socket, cores
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.runtime.hosts import user_files

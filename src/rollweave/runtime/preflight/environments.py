@@ -22,8 +22,7 @@ from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
 from rollweave.envs.registry import is_handler, resolve
-from rollweave.envs.rules import named, rule
-from rollweave.envs.tasks import TaskSource, images_of
+from rollweave.envs.tasks import TaskSource, images_of, named, rule
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
@@ -31,9 +30,13 @@ from rollweave.rollout.reward_sources import reference_in, reward_function
 from rollweave.runtime.episodes import Images, cache_folder
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.preflight.checks import Check, Status, fail, failures, ok, warn
-from rollweave.sandbox import image_reference
 from rollweave.sandbox.blobs import ROUTE, Source, read_text
-from rollweave.sandbox.image_reference import BACKENDS, Reference
+from rollweave.sandbox.image_cache import (
+    IMAGE_BACKENDS,
+    Reference,
+    check_reference,
+    parse_reference,
+)
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
@@ -440,13 +443,13 @@ request.
 
 def examine_images(config: RunConfig, index: int, images: Sequence[str]) -> Iterator[Check]:
     """Check the images of task domain number `index`."""
-    where, backend = f"tasks.{index} image", config.sandbox.backend or BACKENDS[0]
+    where, backend = f"tasks.{index} image", config.sandbox.backend or IMAGE_BACKENDS[0]
     if not images:
         return
-    if backend not in BACKENDS:
+    if backend not in IMAGE_BACKENDS:
         yield fail(
             "sandbox.backend",
-            f"must be {' or '.join(BACKENDS)} for the image {images[0]}, got {backend}",
+            f"must be {' or '.join(IMAGE_BACKENDS)} for the image {images[0]}, got {backend}",
         )
         return
     failed = shown = 0
@@ -463,10 +466,10 @@ def examine_images(config: RunConfig, index: int, images: Sequence[str]) -> Iter
 def _check(config: RunConfig, where: str, image: str) -> Check:
     remote = config.cluster is not None and config.workers.count > 0
     try:
-        reference = image_reference.parse(image, Path.cwd())
+        reference = parse_reference(image, Path.cwd())
         if remote:
             user_files.check_image(image, reference)
-        detail = image_reference.check(reference)
+        detail = check_reference(reference)
     except ConfigError as error:
         if remote and image.startswith("/"):
             return warn(where, f"not checked, since it need not be on this machine: {error}")

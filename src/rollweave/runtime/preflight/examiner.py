@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from rollweave.envs.rules import named
+from rollweave.envs.tasks import named
 from rollweave.io.child import EXIT_S, log_tail, start_process, why_it_ended
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame

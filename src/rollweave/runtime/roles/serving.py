@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from rollweave.envs import registry
-from rollweave.envs.foreign import text_of
+from rollweave.envs.threads import text_of
 from rollweave.io.parent import Parent
 from rollweave.io.wire import FRAME_BYTES, decoder_of, encode
 from rollweave.runtime.roles.worker import Worker, declarations

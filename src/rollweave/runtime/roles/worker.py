@@ -175,7 +175,7 @@ class Worker:
         `device` is as in `model.device`; by default it is the first of the worker's
         GPUs, or the CPU if it has none.
         """
-        from rollweave.io.device import device_named
+        from rollweave.io.machine import device_named
         from rollweave.train.distributed import join_ranks, join_store, open_store
 
         chosen = device_named(device or ("cuda" if self.devices else "cpu"))

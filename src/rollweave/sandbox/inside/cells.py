@@ -21,12 +21,32 @@ import sys
 import threading
 from typing import Any
 
-from .background import BackgroundReader
-from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
-from .frames import BODY_BYTES, FrameDecoder, FrameError, pack
+from .frames import (
+    BODY_BYTES,
+    DEFAULT_LIMIT,
+    Call,
+    Deadline,
+    Failed,
+    FrameDecoder,
+    FrameError,
+    Refused,
+    Result,
+    Stop,
+    pack,
+)
 from .processes import end_session, fork, signal_group, start
 from .shell import SURROUNDINGS
-from .streams import BUSY_S, Child, Outbox, OutputBuffer, TappedStream, Watch, converse, has_ended
+from .streams import (
+    BUSY_S,
+    BackgroundReader,
+    Child,
+    Outbox,
+    OutputBuffer,
+    TappedStream,
+    Watch,
+    converse,
+    has_ended,
+)
 
 START_S = 60.0
 """Maximum seconds until an interpreter has started: IPython consists of hundreds of

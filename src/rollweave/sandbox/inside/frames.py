@@ -1,5 +1,6 @@
 """Frames between host and sandbox: two 4-byte little-endian lengths (header, body), a
-JSON object, raw bytes. Needs Python 3.9 and its standard library alone.
+JSON object, raw bytes; and the calls of actions that they carry, with their checked
+arguments, deadlines and cancellation. Needs Python 3.9 and its standard library alone.
 
 A request is `{"id": int, "action": str, ...}`; its reply has the same id and `"ok":
 true`, or `"ok": false`, an `error` and its `kind`: `timeout`, `refused` (the request
@@ -13,8 +14,11 @@ the bounds; after a `FrameError` it returns nothing more.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
+import time
 from typing import Any
 
 LENGTHS = struct.Struct("<II")
@@ -32,6 +36,12 @@ KINDS = ("timeout", "refused", "failed")
 Frame = tuple[dict[str, Any], bytes]
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+Result = tuple[dict[str, Any], bytes]
+"""The fields of a reply, and its body."""
+
+DEFAULT_LIMIT = 1 << 20
+"""Default number of bytes of output that are kept."""
 
 
 class FrameError(ValueError):
@@ -106,3 +116,129 @@ def _header(text: bytes) -> dict[str, Any]:
     if type(number) is not int:
         raise FrameError(f"header.id must be an integer, got {number!r:.100}")
     return header
+
+
+class Refused(Exception):
+    """The call breaks a rule, and nothing was done."""
+
+
+class Failed(Exception):
+    """The tool could not do the requested action."""
+
+
+class Stop:
+    """Cancels the call of a thread that polls file descriptors: `fd` is readable after
+    `set`. Belongs to one worker thread.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write, False)
+
+    def set(self) -> None:
+        # the pipe is full after thousands of calls
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"x")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 65536)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._write)
+
+
+class Call:
+    """One request. The getters raise Refused with field, rule and value."""
+
+    def __init__(self, header: dict[str, Any], body: bytes, stop: Stop) -> None:
+        self.id: int = header["id"]
+        self.body = body
+        self.stop = stop
+        self._args = header
+
+    def text(self, field: str, default: str | None = None) -> str:
+        value = self._args.get(field, default)
+        if not isinstance(value, str) or "\0" in value:
+            raise Refused(f"{field} must be a string without NUL, got {value!r:.100}")
+        return value
+
+    def absent(self, field: str) -> bool:
+        return self._args.get(field) is None
+
+    def optional(self, field: str) -> str | None:
+        return None if self.absent(field) else self.text(field)
+
+    def number(
+        self, field: str, default: float | None = None, *, least: float = 0.0, most: float = 1e9
+    ) -> float:
+        value = self._args.get(field, default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not least <= value <= most
+        ):
+            raise Refused(
+                f"{field} must be a number from {least:g} to {most:g}, got {value!r:.100}"
+            )
+        return float(value)
+
+    def integer(
+        self, field: str, default: int | None = None, *, least: int = 0, most: int = 1 << 40
+    ) -> int:
+        value = self._args.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise Refused(f"{field} must be an integer from {least} to {most}, got {value!r:.100}")
+        return value
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        value = self._args.get(field, default)
+        if not isinstance(value, bool):
+            raise Refused(f"{field} must be true or false, got {value!r:.100}")
+        return value
+
+    def texts(self, field: str) -> list[str]:
+        value = self._args.get(field)
+        if not isinstance(value, list) or not all(
+            isinstance(item, str) and "\0" not in item for item in value
+        ):
+            raise Refused(f"{field} must be a list of strings without NUL, got {value!r:.100}")
+        return value
+
+    def mapping(self, field: str) -> dict[str, str] | None:
+        value = self._args.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not all(
+            isinstance(v, str) and "\0" not in k + v for k, v in value.items()
+        ):
+            raise Refused(f"{field} must map strings to strings, without NUL, got {value!r:.100}")
+        if any("=" in name or not name for name in value):
+            raise Refused(f"{field} must have names without '=', got {sorted(value)!r:.100}")
+        return value
+
+    def deadline(self) -> Deadline:
+        return Deadline(self.number("timeout_s", 60.0))
+
+
+class Deadline:
+    """A moment on the monotonic clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began = time.monotonic()
+        self._end = self._began + seconds
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left_ms(self) -> float:
+        """Milliseconds left, at least 0, for `poll`."""
+        return max(0.0, (self._end - time.monotonic()) * 1000.0)
+
+    @property
+    def past(self) -> bool:
+        return time.monotonic() >= self._end

@@ -23,7 +23,7 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-from .calls import Deadline, Result, Stop
+from .frames import Deadline, Result, Stop
 from .http1 import BadRequest, HttpRequest, RequestDecoder
 
 CONNECTIONS = 256

@@ -17,8 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-from .calls import DEFAULT_LIMIT, Call, Refused, Result
-from .frames import BODY_BYTES
+from .frames import BODY_BYTES, DEFAULT_LIMIT, Call, Refused, Result
 from .streams import (
     CHUNK_BYTES,
     PIPE_BYTES,
@@ -35,7 +34,7 @@ _guard = threading.Lock()
 
 
 def reset_signals() -> None:
-    """Reset signals as `rollweave.io.process_setup` does, so that no program that is
+    """Reset signals as `rollweave.io.boot` does, so that no program that is
     started here inherits an ignored or blocked signal.
 
     The interpreter itself ignores SIGPIPE and SIGXFSZ; `subprocess` restores these.

@@ -7,6 +7,12 @@ Invariants: each request but `cancel` gets exactly one reply; an exception in an
 becomes a reply; at most `CALLS` calls run at the same time, and further calls are
 refused; when the other end closes, or sends invalid data, every program that was
 started here is killed and the process ends.
+
+Programs in a sandbox without a network reach one HTTP service outside through a tunnel.
+They speak HTTP with a listener on the sandbox's own loopback (`http_proxy.py`). The
+host receives their requests by `tunnel_next`, a long poll, and sends responses by
+`tunnel_answer`. The thread of the long poll serves all sockets, so nothing is served
+unless the host polls.
 """
 
 from __future__ import annotations
@@ -15,18 +21,21 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from .background import BackgroundReader
-from .calls import Call, Failed, Refused, Result, Stop
 from .cells import Cells
-from .editor import Editor
-from .files import read, write
-from .frames import Frame, FrameDecoder, FrameError, pack
+from .files import Editor, read, write
+from .frames import Call, Failed, Frame, FrameDecoder, FrameError, Refused, Result, Stop, pack
+from .http_proxy import CONNECTIONS, HttpProxy, ResponsePart
 from .processes import execute, kill_all, reset_signals
 from .shell import Bash
-from .tunnel import Tunnel
+from .streams import BackgroundReader
+
+TUNNEL_BUSY_S = 30.0
+"""Maximum seconds until the previous long poll has ended; it ends immediately unless
+the machine is overloaded.
+"""
 
 CALLS = 64
 """Maximum number of concurrent calls. Each call takes a thread."""
@@ -35,6 +44,76 @@ RECEIVE_BYTES = 1 << 18
 """Maximum number of bytes in one read from the socket."""
 
 Action = Callable[[Call], Result]
+
+
+class Tunnel:
+    """The actions of this module. One tunnel may be open at a time."""
+
+    def __init__(self) -> None:
+        self._turn, self._opening = threading.Lock(), threading.Lock()
+        self._proxy: HttpProxy | None = None
+
+    def open(self, call: Call) -> Result:
+        """`tunnel_open`: start to listen, and return the `port`.
+
+        At most `max_in_flight` requests are passed on and not yet answered.
+        """
+        max_in_flight = call.integer("max_in_flight", least=1, most=CONNECTIONS)
+        with self._opening:
+            if self._proxy is not None:
+                raise Refused("a sandbox has one tunnel at a time, and one is open")
+            self._proxy = HttpProxy(max_in_flight)
+            return {"port": self._proxy.port}, b""
+
+    def next(self, call: Call) -> Result:
+        """`tunnel_next`: wait for an event and return it. An event is the numbers of
+        requests that are `disconnected`, or a part of a request.
+
+        The first part of a request has its `method`, `target` and `headers`; `more`
+        says that another part follows.
+        """
+        deadline = call.deadline()
+        with self._exclusive():
+            return self._opened().next(deadline, call.stop)
+
+    def answer(self, call: Call) -> Result:
+        """`tunnel_answer`: send a part of the response to request `number`. The first
+        part has `status` and `headers`.
+        """
+        self._opened().send(_response_part(call))
+        return {}, b""
+
+    def close(self, call: Call) -> Result:
+        """`tunnel_close`: stop listening, and close all connections."""
+        with self._exclusive():
+            self._opened().close()
+            self._proxy = None
+        return {}, b""
+
+    def _opened(self) -> HttpProxy:
+        if self._proxy is None:
+            raise Refused("no tunnel is open")
+        return self._proxy
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=TUNNEL_BUSY_S):
+            raise Refused("the tunnel takes one call at a time")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+def _response_part(call: Call) -> ResponsePart:
+    return ResponsePart(
+        call.integer("number", least=1),
+        status=None if call.absent("status") else call.integer("status", least=200, most=599),
+        headers=call.mapping("headers") or {},
+        body=call.body,
+        last=call.flag("last"),
+        abort=call.flag("abort"),
+    )
 
 
 def ping(call: Call) -> Result:

@@ -26,11 +26,18 @@ import termios
 import threading
 from typing import Any
 
-from .background import BackgroundReader
-from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
-from .frames import BODY_BYTES
+from .frames import BODY_BYTES, DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .processes import end_session, signal_group, start
-from .streams import BUSY_S, Outbox, OutputBuffer, TappedStream, Watch, converse, has_ended
+from .streams import (
+    BUSY_S,
+    BackgroundReader,
+    Outbox,
+    OutputBuffer,
+    TappedStream,
+    Watch,
+    converse,
+    has_ended,
+)
 
 START_S = 10.0
 """Maximum seconds until a shell has started, on a heavily loaded machine."""

@@ -1,7 +1,13 @@
-"""Arithmetic with a calculator: call the tool, read its result, answer.
+"""Two games whose every text consists of known words: arithmetic with a calculator, and
+Nim.
 
-Invariants: an expression belongs to exactly one split by its hash; every text of the
-environment consists of `words()`.
+Calculator: call the tool, read its result, answer. An expression belongs to exactly one
+split by its hash.
+
+Nim is played against an opponent that sometimes plays perfectly: each move takes one to
+three pieces, and taking the last piece wins. The opponent's moves depend on the task's
+seed and the moves so far alone. The game is so small that held-out tasks have the piles
+of training tasks; only the opponents' seeds differ.
 """
 
 import random
@@ -29,10 +35,16 @@ MOST = 50
 
 CALL_REWARD = 0.2
 INVALID_REWARD = -0.1
-TRANSCRIPT_TURNS = 4
+CALCULATOR_TURNS = 4
 
-_CALL = re.compile(r"\s*<tool>\s*(\d{1,4})\s*([-+*])\s*(\d{1,4})\s*</tool>\s*", re.ASCII)
+_TOOL_CALL = re.compile(r"\s*<tool>\s*(\d{1,4})\s*([-+*])\s*(\d{1,4})\s*</tool>\s*", re.ASCII)
 _ANSWER = re.compile(r"\s*<answer>\s*(-?\d{1,8})\s*</answer>\s*", re.ASCII)
+
+MOST_TAKEN = 3
+LARGEST_PILE = 40
+NIM_TURNS = 12
+
+_TAKE = re.compile(r"\s*<take-([1-3])>\s*")
 
 
 class Calculator:
@@ -73,7 +85,7 @@ class Calculator:
         if answer is not None:
             right = int(answer[1]) == _result(self._question)
             return Step(reward=float(right), done=True, success=right)
-        call = _CALL.fullmatch(action)
+        call = _TOOL_CALL.fullmatch(action)
         request = (int(call[1]), call[2], int(call[3])) if call is not None else None
         if (
             request is None
@@ -126,8 +138,8 @@ class Calculator:
         messages = list(env.reset(task).messages)
         left, operator, right = env._question
         solves, known = rng.random() < env._answers, [left, right]
-        for turn in range(TRANSCRIPT_TURNS):
-            if turn == 0 or (not solves and turn < TRANSCRIPT_TURNS - 1 and rng.random() < 0.2):
+        for turn in range(CALCULATOR_TURNS):
+            if turn == 0 or (not solves and turn < CALCULATOR_TURNS - 1 and rng.random() < 0.2):
                 if not solves:
                     left, operator, right = (
                         rng.choice(env._question[::2]),
@@ -155,3 +167,95 @@ class Calculator:
 def _result(question: tuple[int, str, int]) -> int:
     left, operator, right = question
     return OPERATIONS[operator](left, right)
+
+
+class Nim:
+    """An observation is ` pile=7`; the agent answers `<take-3>`. The reward is 1 for
+    taking the last piece, and -0.1 for a message that is no legal move.
+
+    Piles are drawn from `smallest` to `largest`; the opponent plays perfectly with
+    probability `skill`, otherwise at random.
+    """
+
+    blocking = False
+
+    def __init__(
+        self, *, smallest: int = 4, largest: int = 15, skill: float = 0.3, grammar: bool = False
+    ) -> None:
+        if not 1 <= smallest <= largest <= LARGEST_PILE:
+            raise ConfigError(
+                f"options.smallest must be 1 to largest, largest to {LARGEST_PILE}, "
+                f"got {smallest} and {largest}"
+            )
+        if not 0 <= skill <= 1:
+            raise ConfigError(f"options.skill must be from 0 to 1, got {skill}")
+        self._smallest, self._largest, self._skill = smallest, largest, skill
+        self._pile = 0
+        self._opponent = random.Random(0)
+
+    def reset(self, task: Task) -> Observation:
+        self._pile = int(payload_of(task)["pile"])
+        self._opponent = random.Random(task.seed)
+        return Observation.of(self._view(), state_key=self._view())
+
+    def step(self, action: str) -> Step:
+        move = _TAKE.fullmatch(action)
+        if move is None or int(move[1]) > self._pile:
+            return Step.of(" invalid" + self._view(), reward=INVALID_REWARD, state_key=self._view())
+        self._pile -= int(move[1])
+        if not self._pile:
+            return Step.of(" won", reward=1.0, done=True, success=True)
+        self._pile -= self._reply()
+        if not self._pile:
+            return Step.of(" lost", done=True, success=False)
+        return Step.of(self._view(), state_key=self._view())
+
+    def _view(self) -> str:
+        return f" pile={self._pile}"
+
+    def _reply(self) -> int:
+        winning = self._pile % (MOST_TAKEN + 1)
+        if winning and self._opponent.random() < self._skill:
+            return winning
+        return self._opponent.randint(1, min(MOST_TAKEN, self._pile))
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """Return a random pile and opponent."""
+        env, own = cls(**options), mix(seed, split, index)
+        return new_task(seed=own, pile=random.Random(own).randint(env._smallest, env._largest))
+
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        return [
+            *(f" pile={pile}" for pile in range(1, cls(**options)._largest + 1)),
+            *cls._moves(),
+            *(" invalid", " won", " lost"),
+        ]
+
+    @classmethod
+    def allowed_words(cls, options: Options) -> Sequence[str]:
+        """Return the three moves with option `grammar = true`."""
+        return cls._moves() if options.get("grammar", False) else []
+
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        """Return uniformly random moves. They show the format of a turn, but not which
+        move is good.
+        """
+        task = cls.make_task(
+            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
+        )
+        env = cls(**options)
+        messages = list(env.reset(task).messages)
+        for _ in range(NIM_TURNS):
+            action = rng.choice(cls._moves())
+            step = env.step(action)
+            messages += [Message(role="assistant", content=action), *step.messages]
+            if step.done:
+                break
+        return messages
+
+    @classmethod
+    def _moves(cls) -> list[str]:
+        return [f"<take-{count}>" for count in range(1, MOST_TAKEN + 1)]
