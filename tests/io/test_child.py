@@ -1,10 +1,13 @@
-"""An abandoned child is ended and reaped."""
+"""An abandoned child is ended and reaped, and its side of the connection does not wait
+for a parent that does not read.
+"""
 
 import asyncio
 import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import Child, spawn
+from rollweave.io.parent import Outbox, Parent
+from rollweave.io.wire import FrameDecoder
 from tests.support.echo_engine import process_state
 
 ROOT = Path(__file__).parents[2]
@@ -118,3 +123,18 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_an_outbox_does_not_wait_for_a_parent_that_does_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    payloads = [bytes([number]) * (1 << 20) for number in range(16)]
+    parent = Parent(theirs.detach())
+    with ours, parent._socket:
+        outbox = Outbox(parent)
+        for payload in payloads:
+            outbox.send(payload)  # far more than a socket holds
+        decoder, received = FrameDecoder(), list[bytes]()
+        while len(received) < len(payloads):
+            received += decoder.feed(ours.recv(1 << 20))
+        assert received == payloads
+        outbox.close()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollweave.sandbox.inside import editor as module
+from rollweave.sandbox.inside import files as module
 from rollweave.sandbox.tools import Editor, Text
 from rollweave.schema.errors import SandboxError, SandboxRefusedError
 from tests.support.action_server import served

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of, split_of
+from rollweave.envs.games import random_play
 from rollweave.io.extras import from_extra
 from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
@@ -34,6 +35,7 @@ FIXED = ("SFFF", "FHFH", "FFFH", "HFFG")
 """Gymnasium's default map."""
 
 DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's action numbers
+ACTIONS = tuple(f"<{direction}>" for direction in DIRECTIONS)
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 INVALID_REWARD = -0.1
@@ -134,34 +136,21 @@ class FrozenLake:
                 for direction in DIRECTIONS
                 for what in ("wall", "ice", "hole", "goal", "seen")
             ),
-            *(f"<{direction}>" for direction in DIRECTIONS),
+            *ACTIONS,
             *(" invalid", " goal", " fell"),
         ]
 
     @classmethod
     def allowed_words(cls, options: Options) -> Sequence[str]:
         """Return the four moves with option `grammar = true`."""
-        return (
-            [f"<{direction}>" for direction in DIRECTIONS] if options.get("grammar", False) else []
-        )
+        return ACTIONS if options.get("grammar", False) else ()
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
         """Return uniformly random moves on a training map. They show the format of a
         turn and the effect of moves, but not which move is good.
         """
-        task = cls.make_task(
-            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
-        )
-        env = cls(**options)
-        messages = list(env.reset(task).messages)
-        for _ in range(TRANSCRIPT_TURNS):
-            action = f"<{rng.choice(DIRECTIONS)}>"
-            step = env.step(action)
-            messages += [Message(role="assistant", content=action), *step.messages]
-            if step.done:
-                break
-        return messages
+        return random_play(cls, rng, options, actions=ACTIONS, turns=TRANSCRIPT_TURNS)
 
 
 class SlowLake(FrozenLake):

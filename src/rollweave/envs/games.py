@@ -13,12 +13,15 @@ of training tasks; only the opponents' seeds differ.
 import random
 import re
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of, split_of
 from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
+
+T = TypeVar("T", bound=Any)
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -45,6 +48,29 @@ LARGEST_PILE = 40
 NIM_TURNS = 12
 
 _TAKE = re.compile(r"\s*<take-([1-3])>\s*")
+
+
+def opened(kind: type[T], rng: random.Random, options: Options) -> tuple[T, list[Message]]:
+    """Return a game that has begun a random training task, and its first messages."""
+    task = kind.make_task(
+        index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
+    )
+    game = kind(**options)
+    return game, list(game.reset(task).messages)
+
+
+def random_play(
+    kind: type[Any], rng: random.Random, options: Options, *, actions: Sequence[str], turns: int
+) -> list[Message]:
+    """Return a conversation of at most `turns` uniformly random actions."""
+    game, messages = opened(kind, rng, options)
+    for _ in range(turns):
+        action = rng.choice(actions)
+        step = game.step(action)
+        messages += [Message(role="assistant", content=action), *step.messages]
+        if step.done:
+            break
+    return messages
 
 
 class Calculator:
@@ -131,11 +157,7 @@ class Calculator:
         Random calls and answers use the numbers of the question and of the results in
         any order.
         """
-        task = cls.make_task(
-            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
-        )
-        env = cls(**options)
-        messages = list(env.reset(task).messages)
+        env, messages = opened(cls, rng, options)
         left, operator, right = env._question
         solves, known = rng.random() < env._answers, [left, right]
         for turn in range(CALCULATOR_TURNS):
@@ -243,18 +265,7 @@ class Nim:
         """Return uniformly random moves. They show the format of a turn, but not which
         move is good.
         """
-        task = cls.make_task(
-            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
-        )
-        env = cls(**options)
-        messages = list(env.reset(task).messages)
-        for _ in range(NIM_TURNS):
-            action = rng.choice(cls._moves())
-            step = env.step(action)
-            messages += [Message(role="assistant", content=action), *step.messages]
-            if step.done:
-                break
-        return messages
+        return random_play(cls, rng, options, actions=cls._moves(), turns=NIM_TURNS)
 
     @classmethod
     def _moves(cls) -> list[str]:

@@ -1,5 +1,5 @@
-"""A content-addressed store of image archives: a local folder, then the folders of
-peers, then a mirror (RollArt §8).
+"""A content-addressed store of image archives: a local folder, the folders of peers,
+and a mirror (RollArt §8).
 
 A blob is a file named by the SHA-256 of its bytes, so copies from all sources are
 equivalent and no source is trusted: received bytes are hashed while they are written,
@@ -18,10 +18,9 @@ import re
 import socket
 import socketserver
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
@@ -122,7 +121,7 @@ def digest_of(file: BufferedReader) -> str:
 
 
 class Blobs:
-    """The local folder of blobs, and the sources from which missing blobs are fetched.
+    """The local folder of blobs, and the mirror from which missing blobs are fetched.
 
     Calls may come from any thread and any process: files are renamed into place.
     """
@@ -131,29 +130,26 @@ class Blobs:
         self,
         folder: Path,
         *,
-        peers: Sequence[str] = (),
         mirror: str | None = None,
         limit_bytes: int = 32 << 30,
         limit_s: float = 3600.0,
     ) -> None:
-        """Open the store in `folder`. `peers` and `mirror` are base URLs such as
-        `http://host:port`; the mirror is asked last.
+        """Open the store in `folder`. `mirror` is a base URL such as
+        `http://host:port`, or an absolute path.
 
-        `limit_bytes` bounds the bytes that each source may send, `limit_s` the time
-        that all sources together may take for one blob.
+        `limit_bytes` bounds the bytes that a source may send, and `limit_s` the time
+        that it may take for one blob.
         """
         if limit_bytes < 1:
             raise ValueError(f"limit_bytes must be at least 1, got {limit_bytes}")
         if not 0 < limit_s < math.inf:
             raise ValueError(f"limit_s must be positive and finite, got {limit_s}")
-        sources = (*peers, *([mirror] if mirror else []))
-        for url in sources:
-            if not url.startswith(("http://", "https://", "/")):
-                raise ValueError(
-                    f"peers and mirror must be http or https URLs, or absolute paths, got {url!r}"
-                )
+        if mirror and not mirror.startswith(("http://", "https://", "/")):
+            raise ValueError(
+                f"mirror must be an http or https URL, or an absolute path, got {mirror!r}"
+            )
         self._folder = folder
-        self._sources = [Source(url=url) for url in sources]
+        self._mirror = Source(url=mirror) if mirror else None
         self._limit_bytes, self._limit_s = limit_bytes, limit_s
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
@@ -178,17 +174,14 @@ class Blobs:
         """
         if (path := self.find(digest)) is not None:
             return path
-        failures = []
-        ends_at = time.monotonic() + self._limit_s
-        for source in self._sources:
-            error = self.fetch(digest, source, ends_at=ends_at)
-            if error is None:
-                return self.path(digest)
-            failures.append(f"{source.url}: {error}")
-        raise SandboxError(
-            f"no blob {digest}: "
-            f"{'; '.join(failures) or 'it is not stored here, and there is no peer to ask'}"
-        )
+        if self._mirror is None:
+            raise SandboxError(
+                f"no blob {digest}: it is not stored here, and there is no mirror to ask"
+            )
+        error = self.fetch(digest, self._mirror)
+        if error is not None:
+            raise SandboxError(f"no blob {digest}: {self._mirror.url}: {error}")
+        return self.path(digest)
 
     def find(self, digest: str) -> Path | None:
         """Return the path of a local blob; None if there is none. A damaged blob is
@@ -207,18 +200,14 @@ class Blobs:
         digest: str,
         source: Source,
         *,
-        ends_at: float | None = None,
         on_progress: OnProgress | None = None,
         cancellation: Cancellation | None = None,
     ) -> str | None:
         """Fetch a blob from one source; return the reason for a failure, or None if the
         blob is now stored. Raises SandboxError if the blob cannot be written.
         """
-        timeout_text = f"all sources together must send it within limit_s = {self._limit_s:g} s"
-        left_s = self._limit_s if ends_at is None else ends_at - time.monotonic()
-        if left_s <= 0:
-            return f"not asked: {timeout_text}"
-        watch, cancellation = _Watch(left_s), cancellation or Cancellation()
+        timeout_text = f"must send it within limit_s = {self._limit_s:g} s"
+        watch, cancellation = _Watch(self._limit_s), cancellation or Cancellation()
         try:
             with (
                 watch,
@@ -403,20 +392,16 @@ def storing(folder: Path) -> Iterator[None]:
 
 class BlobServer:
     """Serves a folder's blobs to peers, by GET /blobs/sha256/DIGEST and nothing else.
-    If there is a `token`, peers must present it.
-
-    A context manager.
+    If there is a `token`, peers must present it. A context manager.
     """
 
-    def __init__(
-        self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, token: str = ""
-    ) -> None:
-        """Listen. Raises OSError."""
+    def __init__(self, folder: Path, *, host: str = "127.0.0.1", token: str = "") -> None:
+        """Listen on a free port. Raises OSError."""
 
         class Handler(_Handler):
             blobs, authorization = folder, f"Bearer {token}" if token else ""
 
-        self._server = _Server((host, port), Handler)
+        self._server = _Server((host, 0), Handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="blob-server"
         )
@@ -490,7 +475,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._waiting.cancel()
-        digest = self.path.removeprefix(ROUTE)
         given = self.headers.get("Authorization", "")
         if self.authorization and not hmac.compare_digest(
             given.encode("latin-1", "replace"), self.authorization.encode()
@@ -498,8 +482,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(http.HTTPStatus.UNAUTHORIZED)
             return
         try:
-            if not self.path.startswith(ROUTE):
-                raise ValueError(f"path must start with {ROUTE}, got {self.path!r}")
+            digest = self.path.removeprefix(ROUTE) if self.path.startswith(ROUTE) else ""
             file = (self.blobs / check_digest(digest)).open("rb")
         except (ValueError, OSError):
             self.send_error(404)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollweave.sandbox.base import Sandbox
-from rollweave.sandbox.layers import Copy, leads_out
+from rollweave.sandbox.layers import Copy, closing_fd, leads_out, opened_folder
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.schema.errors import ConfigError, SandboxError
 
@@ -100,18 +100,11 @@ def copy_folder(folder: str, target: str, at: str) -> None:
     """
     check_folder(folder)
     try:
-        top = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            to = ensure_folder(top, at)
-        finally:
-            os.close(top)
-        try:
-            source = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                Copy(limit_bytes=FOLDER_BYTES).run(source, to)
-            finally:
-                os.close(source)
-        finally:
-            os.close(to)
+        with (
+            opened_folder(target) as top,
+            closing_fd(ensure_folder(top, at)) as to,
+            opened_folder(folder) as source,
+        ):
+            Copy(limit_bytes=FOLDER_BYTES).run(source, to)
     except OSError as error:
         raise SandboxError(f"folder {folder} cannot be copied to {target}: {error}") from error

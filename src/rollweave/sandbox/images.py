@@ -34,7 +34,7 @@ from rollweave.package import DIRECTORY, VERSION
 from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import DIGEST, MIB, Backend, Limits, SandboxSpec
 from rollweave.sandbox.blobs import Blobs, BlobWriter, Cancellation, check_digest, digest_of
-from rollweave.sandbox.layers import Copy, remove
+from rollweave.sandbox.layers import Copy, closing_fd, opened_folder, remove
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.sandbox.unpacking import DONE, Bounds, Refused, check_bytes, check_member
 from rollweave.schema.base import Struct
@@ -218,16 +218,14 @@ class Images:
                 folder,
                 self._bounds,
             )
-        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for step in recipe.copy:
-                _copy(sources / step.source, step.target, top)
-        except OSError as error:
-            raise ConfigError(
-                f"copy.source must be a file or a folder that can be read: {error}"
-            ) from error
-        finally:
-            os.close(top)
+        with opened_folder(folder) as top:
+            try:
+                for step in recipe.copy:
+                    _copy(sources / step.source, step.target, top)
+            except OSError as error:
+                raise ConfigError(
+                    f"copy.source must be a file or a folder that can be read: {error}"
+                ) from error
 
     @contextlib.contextmanager
     def _new_folder(self) -> Iterator[Path]:
@@ -390,12 +388,9 @@ def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
 
 
 def _clear(folder: Path) -> None:
-    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened_folder(folder) as top:
         for name in os.listdir(top):
             remove(name, top)
-    finally:
-        os.close(top)
 
 
 def copy_folder(source: Path, target: Path) -> None:
@@ -404,12 +399,8 @@ def copy_folder(source: Path, target: Path) -> None:
 
     Raises OSError.
     """
-    ends = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (source, target)]
-    try:
-        Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(*ends)
-    finally:
-        for end in ends:
-            os.close(end)
+    with opened_folder(source) as inner, opened_folder(target) as outer:
+        Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(inner, outer)
 
 
 def _copy(source: Path, target: str, top: int) -> None:
@@ -418,24 +409,16 @@ def _copy(source: Path, target: str, top: int) -> None:
     """
     folder, _, name = target.strip("/").rpartition("/")
     if source.is_dir():
-        to = ensure_folder(top, target)
-        from_ = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with closing_fd(ensure_folder(top, target)) as to, opened_folder(source) as from_:
             Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(from_, to)
-        finally:
-            os.close(from_)
-            os.close(to)
         return
-    to = ensure_folder(top, folder) if folder else os.dup(top)
-    try:
+    with closing_fd(ensure_folder(top, folder) if folder else os.dup(top)) as to:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=to)
         target_fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=to)
         with source.open("rb") as data, os.fdopen(target_fd, "wb") as out:
             shutil.copyfileobj(data, out)
             os.fchmod(out.fileno(), stat.S_IMODE(os.fstat(data.fileno()).st_mode) & 0o755)
-    finally:
-        os.close(to)
 
 
 def _digest_of_path(path: Path) -> str:

@@ -10,7 +10,7 @@ alone.
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 DEPTH = 100
 """Maximum depth of folders: each folder keeps two descriptors open while it is copied.
@@ -25,6 +25,21 @@ root has mounted it, the second if a user has.
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close the descriptor at the end of the context."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def opened_folder(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[int]:
+    """Open a folder for a context, which receives the descriptor. Raises OSError."""
+    return closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
 
 
 class LayerError(OSError):
@@ -105,8 +120,7 @@ class Copy:
     def _subfolder(
         self, source: int, target: int, name: str, status: os.stat_result, path: str, depth: int
     ) -> None:
-        inner = os.open(name, _FOLDER, dir_fd=source)
-        try:
+        with closing_fd(os.open(name, _FOLDER, dir_fd=source)) as inner:
             marks = {
                 mark: os.getxattr(inner, mark) for mark in OPAQUE if mark in os.listxattr(inner)
             }
@@ -114,37 +128,21 @@ class Copy:
                 remove(name, target)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=target)
-            outer = os.open(name, _FOLDER, dir_fd=target)
-            try:
+            with closing_fd(os.open(name, _FOLDER, dir_fd=target)) as outer:
                 self._folder(inner, outer, path, depth + 1)
                 if not self._flatten:
                     for mark, value in marks.items():
                         os.setxattr(outer, mark, value)
                 self._finish(outer, status)
-            finally:
-                os.close(outer)
-        finally:
-            os.close(inner)
 
     def _file(self, source: int, target: int, name: str, where: str) -> None:
-        inner = os.open(name, _FILE, dir_fd=source)
-        try:
+        with closing_fd(os.open(name, _FILE, dir_fd=source)) as inner:
             status = os.fstat(inner)
             if not stat.S_ISREG(status.st_mode):
                 return  # the file was replaced since
-            outer = os.open(
-                name,
-                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-                dir_fd=target,
-            )
-            try:
+            with closing_fd(os.open(name, _NEW_FILE, 0o600, dir_fd=target)) as outer:
                 self._data(inner, outer, status.st_size, where)
                 self._finish(outer, status)
-            finally:
-                os.close(outer)
-        finally:
-            os.close(inner)
 
     def _data(self, inner: int, outer: int, size: int, where: str) -> None:
         """Copy the data of a file, and keep its holes."""
@@ -195,10 +193,8 @@ def copy_selected(
             for name in os.listdir(target):
                 remove(name, target)
         if here >= 0:
-            try:
+            with closing_fd(here):
                 copy.run(here, target)
-            finally:
-                os.close(here)
     return copy.bytes
 
 
@@ -235,12 +231,9 @@ def leads_out(link: str, depth: int) -> bool:
 def remove(name: str, folder: int) -> None:
     """Remove the file or tree `name` from an open folder, if it exists."""
     if _is_folder(name, folder):
-        inner = os.open(name, _FOLDER, dir_fd=folder)
-        try:
+        with closing_fd(os.open(name, _FOLDER, dir_fd=folder)) as inner:
             for below in os.listdir(inner):
                 remove(below, inner)
-        finally:
-            os.close(inner)
         os.rmdir(name, dir_fd=folder)
     else:
         with contextlib.suppress(FileNotFoundError):

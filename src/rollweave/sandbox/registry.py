@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,8 +31,8 @@ from rollweave.sandbox.base import (
 from rollweave.sandbox.folders import check_folder, copy_folder, put_folder
 from rollweave.sandbox.kernel import masked
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.layers import Copy
-from rollweave.sandbox.rootfs import python_of, root_of, view_of
+from rollweave.sandbox.layers import Copy, opened_folder
+from rollweave.sandbox.rootfs import View, python_of, root_of, view_of
 from rollweave.sandbox.running import RunningSandbox, started
 from rollweave.schema.errors import ConfigError, SandboxError
 
@@ -161,7 +162,52 @@ def apptainer_command(spec: SandboxSpec, *, runtime: str, support: str) -> list[
     return [*argv, spec.image, *server_command(rlimits(spec.limits), spec.workdir)]
 
 
-class Bubblewrap:
+class _Launched:
+    """The part that all back ends share."""
+
+    _launcher: Launcher
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+
+class _Layered(_Launched):
+    """A back end whose sandboxes have layers below their writes."""
+
+    async def start(self, spec: SandboxSpec) -> RunningSandbox:
+        self._check(spec)
+        return await self._started(spec, await self._launcher.layers_of(spec))
+
+    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
+        return await self._started(snapshot.spec, snapshot.layers)
+
+    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
+        requested_spec, spec = spec, addressed(spec)
+        view = await view_of(spec)
+        root = root_of(spec, view, support=self._launcher.support, layers=layers)
+        return await started(
+            spec,
+            self._launcher,
+            requested_spec=requested_spec,
+            below=layers,
+            env={},
+            root=root,
+            rlimits=rlimits(spec.limits),
+            **self._program_of(spec, view, root),
+        )
+
+    def _check(self, spec: SandboxSpec) -> None:
+        """Raise ValueError for an image that this back end does not support."""
+        raise NotImplementedError
+
+    def _program_of(self, spec: SandboxSpec, view: View, root: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the request that say what runs in the root, which may be
+        changed.
+        """
+        raise NotImplementedError
+
+
+class Bubblewrap(_Layered):
     """Bubblewrap, the default back end: all namespaces, no capability, and a filter of
     system calls.
     """
@@ -176,36 +222,19 @@ class Bubblewrap:
         self._program = program
         self._launcher = Launcher()
 
-    async def start(self, spec: SandboxSpec) -> RunningSandbox:
+    def _check(self, spec: SandboxSpec) -> None:
         check_image(spec.image)
-        return await self._started(spec, await self._launcher.layers_of(spec))
 
-    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
-        return await self._started(snapshot.spec, snapshot.layers)
-
-    async def close(self) -> None:
-        await self._launcher.close()
-
-    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
-        requested_spec, spec = spec, addressed(spec)
-        argv = bubblewrap_command(
-            spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec)
-        )
-        view = await view_of(spec)
-        root = root_of(spec, view, support=self._launcher.support, layers=layers)
-        return await started(
-            spec,
-            self._launcher,
-            requested_spec=requested_spec,
-            below=layers,
-            argv=argv,
-            env={},
-            root=root,
-            rlimits=rlimits(spec.limits),
-        )
+    def _program_of(self, spec: SandboxSpec, view: View, root: dict[str, Any]) -> dict[str, Any]:
+        python = python_of(spec)
+        return {
+            "argv": bubblewrap_command(
+                spec, bwrap=self._program, root=self._launcher.root, python=python
+            )
+        }
 
 
-class Zygote:
+class Zygote(_Layered):
     """Sandboxes without a separate program: forks of a process that has loaded Python
     and the server.
 
@@ -221,23 +250,16 @@ class Zygote:
     def __init__(self) -> None:
         self._launcher = Launcher(module=PROCESS)
 
-    async def start(self, spec: SandboxSpec) -> RunningSandbox:
+    def _check(self, spec: SandboxSpec) -> None:
         if spec.image != HOST:
             raise ValueError(
                 f"image must be {HOST!r} for zygote, whose interpreter is the "
                 f"host's, got {spec.image!r}"
             )
-        return await self._started(spec, await self._launcher.layers_of(spec))
 
-    async def branch(self, snapshot: Snapshot) -> RunningSandbox:
-        return await self._started(snapshot.spec, snapshot.layers)
-
-    async def close(self) -> None:
-        await self._launcher.close()
-
-    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
-        requested_spec, spec = spec, addressed(spec)
-        view = await view_of(spec)
+    def _program_of(self, spec: SandboxSpec, view: View, root: dict[str, Any]) -> dict[str, Any]:
+        # The server was loaded from `support`, and finds its files there.
+        root["binds"].append((self._launcher.support, self._launcher.support))
         inside = {
             "root": self._launcher.root,
             "uid": 0 if spec.fakeroot else UID,
@@ -247,24 +269,10 @@ class Zygote:
             "env": spec.environment(),
             "preloaded": PRELOADED_PACKAGE in view.names,
         }
-        support = self._launcher.support
-        root = root_of(spec, view, support=support, layers=layers)
-        # The server was loaded from `support`, and finds its files there.
-        root["binds"].append((support, support))
-        return await started(
-            spec,
-            self._launcher,
-            requested_spec=requested_spec,
-            below=layers,
-            argv=[],
-            env={},
-            root=root,
-            rlimits=rlimits(spec.limits),
-            inside=inside,
-        )
+        return {"argv": [], "inside": inside}
 
 
-class Apptainer:
+class Apptainer(_Launched):
     """Apptainer, for clusters that have it and images in its format (ProRL §3.2.2);
     without snapshots.
 
@@ -314,9 +322,6 @@ class Apptainer:
             f"apptainer starts from no snapshot, got one with {len(snapshot.layers)} layers"
         )
 
-    async def close(self) -> None:
-        await self._launcher.close()
-
 
 def _check_way(path: str) -> None:
     """Raise ValueError if we are root and the runtime, which then has another uid,
@@ -334,7 +339,7 @@ def _check_way(path: str) -> None:
             )
 
 
-class Plain:
+class Plain(_Launched):
     """No isolation: the server runs as a child process in a temporary folder, with our
     rights, our network and our files.
 
@@ -366,9 +371,6 @@ class Plain:
             raise SandboxError(f"the snapshot cannot be copied: {error}") from error
         return await self._started(snapshot.spec, folder)
 
-    async def close(self) -> None:
-        await self._launcher.close()
-
     async def _started(self, spec: SandboxSpec, folder: str, content: str = "") -> RunningSandbox:
         path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
         home = folder + HOME
@@ -396,15 +398,8 @@ class Plain:
 
 
 def _copied(snapshot: Snapshot, folder: str) -> None:
-    target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        source = os.open(snapshot.layers[0], os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            Copy(limit_bytes=snapshot.spec.limits.disk_bytes).run(source, target)
-        finally:
-            os.close(source)
-    finally:
-        os.close(target)
+    with opened_folder(folder) as target, opened_folder(snapshot.layers[0]) as source:
+        Copy(limit_bytes=snapshot.spec.limits.disk_bytes).run(source, target)
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

@@ -31,7 +31,7 @@ from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.folders import FOLDER_BYTES
 from rollweave.sandbox.inside.frames import BODY_BYTES, FrameError
 from rollweave.sandbox.launcher import CLOSED, SUPERVISOR_GONE, Launcher, SandboxHandle
-from rollweave.sandbox.layers import Copy, LayerError, copy_selected
+from rollweave.sandbox.layers import Copy, LayerError, closing_fd, copy_selected, opened_folder
 from rollweave.sandbox.rootfs import image_layers
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.sandbox.supervisor import ENDED, KILLED, OVERDUE, STOPPED
@@ -288,14 +288,10 @@ async def started(
 
 def _copy_all(writes: int, folder: str, limit_bytes: int) -> int:
     """Copy all writes to `folder`; return the number of bytes. Closes `writes`."""
-    target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        copy = Copy(limit_bytes=limit_bytes, skip=MOUNTED)
+    copy = Copy(limit_bytes=limit_bytes, skip=MOUNTED)
+    with closing_fd(writes), opened_folder(folder) as target:
         copy.run(writes, target)
-        return copy.bytes
-    finally:
-        os.close(target)
-        os.close(writes)
+    return copy.bytes
 
 
 def _copy_selected(
@@ -310,21 +306,12 @@ def _copy_selected(
     """Copy like `_copy_all`, but only the paths `only` of the work folder. `below` has
     the folders of the layers below the writes.
     """
-    layers = []
-    try:
-        layers = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in reversed(below)]
-        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            target = ensure_folder(top, at)
-        finally:
-            os.close(top)
-        try:
-            return copy_selected([*layers, writes], workdir, target, only, limit_bytes=limit_bytes)
-        finally:
-            os.close(target)
-    finally:
-        for fd in (*layers, writes):
-            os.close(fd)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(closing_fd(writes))
+        layers = [stack.enter_context(opened_folder(path)) for path in reversed(below)]
+        top = stack.enter_context(opened_folder(folder))
+        target = stack.enter_context(closing_fd(ensure_folder(top, at)))
+        return copy_selected([*layers, writes], workdir, target, only, limit_bytes=limit_bytes)
 
 
 class Pool:

@@ -11,7 +11,7 @@ an interpreter in process, a Unix socket.
 
 import asyncio
 import re
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -111,6 +111,9 @@ class _Output(msgspec.Struct):
     split: int
 
 
+F = TypeVar("F", bound=_Output)
+
+
 class _Bash(_Output):
     rc: int
 
@@ -126,14 +129,41 @@ class _Lines(msgspec.Struct):
     lines: int
 
 
-class Bash:
-    """A shell that persists between commands, with its folder, variables, functions and
-    background jobs.
-    """
+class _Persistent:
+    """A program that persists between calls, which wait for each other."""
 
     def __init__(self, sandbox: Caller) -> None:
         self._sandbox = sandbox
         self._turn = asyncio.Lock()
+
+    async def _run(
+        self, action: str, text: str, kind: type[F], *, timeout_s: float, slack_s: float, limit: int
+    ) -> tuple[F, dict[str, Any]]:
+        """Call an action. Return the fields of its reply, and the fields that all
+        results have.
+        """
+        async with self._turn:
+            reply = await self._sandbox.call(
+                action,
+                valid(text).encode(),
+                timeout_s=timeout_s,
+                slack_s=slack_s,
+                output_limit=limit,
+            )
+        fields = fields_of(reply, kind)
+        return fields, {
+            "output": _joined(reply.body, fields),
+            "timed_out": fields.timed_out,
+            "restarted": fields.restarted,
+            "dropped_bytes": fields.dropped,
+            "seconds": fields.seconds,
+        }
+
+
+class Bash(_Persistent):
+    """A shell that persists between commands, with its folder, variables, functions and
+    background jobs.
+    """
 
     async def run(
         self, command: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES
@@ -142,33 +172,16 @@ class Bash:
 
         After `timeout_s` seconds it is interrupted, then killed.
         """
-        async with self._turn:
-            reply = await self._sandbox.call(
-                "bash",
-                valid(command).encode(),
-                timeout_s=timeout_s,
-                slack_s=BASH_SLACK_S,
-                output_limit=output_bytes,
-            )
-        fields = fields_of(reply, _Bash)
-        return BashResult(
-            output=_joined(reply.body, fields),
-            exit_code=fields.rc,
-            timed_out=fields.timed_out,
-            restarted=fields.restarted,
-            dropped_bytes=fields.dropped,
-            seconds=fields.seconds,
+        fields, common = await self._run(
+            "bash", command, _Bash, timeout_s=timeout_s, slack_s=BASH_SLACK_S, limit=output_bytes
         )
+        return BashResult(exit_code=fields.rc, **common)
 
 
-class IPython:
+class IPython(_Persistent):
     """An interpreter that persists between cells: IPython if the sandbox has it, else
     plain Python.
     """
-
-    def __init__(self, sandbox: Caller) -> None:
-        self._sandbox = sandbox
-        self._turn = asyncio.Lock()
 
     async def run(
         self, cell: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES
@@ -177,30 +190,20 @@ class IPython:
 
         After `timeout_s` seconds it is interrupted, then killed.
         """
-        async with self._turn:
-            reply = await self._sandbox.call(
-                "ipython",
-                valid(cell).encode(),
-                timeout_s=timeout_s,
-                slack_s=CELL_SLACK_S,
-                output_limit=output_bytes,
-            )
-        fields = fields_of(reply, _Cell)
+        fields, common = await self._run(
+            "ipython", cell, _Cell, timeout_s=timeout_s, slack_s=CELL_SLACK_S, limit=output_bytes
+        )
         error = fields.error
         if error is not None:
             error = CellError(
                 name=error.name, message=plain(error.message), traceback=plain(error.traceback)
             )
         return CellResult(
-            output=_joined(reply.body, fields),
             result=None if fields.result is None else plain(fields.result),
             error=error,
             died=fields.died,
-            timed_out=fields.timed_out,
-            restarted=fields.restarted,
             interpreter=fields.interpreter,
-            dropped_bytes=fields.dropped,
-            seconds=fields.seconds,
+            **common,
         )
 
 

@@ -94,12 +94,7 @@ def _bash(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
         "Run a command in a shell that stays from call to call. Standard input is empty; it has "
         f"{timeout_s:g} seconds."
     )
-    return Tool(
-        name="bash",
-        description=about,
-        parameters=_object({"command": _string("What to run.")}),
-        call=_reporting_failures(call),
-    )
+    return _tool("bash", about, {"command": _string("What to run.")}, call)
 
 
 def _ipython(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
@@ -119,12 +114,7 @@ def _ipython(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
         f"Run Python code in an interpreter that stays from call to call. It has {timeout_s:g} "
         "seconds."
     )
-    return Tool(
-        name="ipython",
-        description=about,
-        parameters=_object({"code": _string("A cell.")}),
-        call=_reporting_failures(call),
-    )
+    return _tool("ipython", about, {"code": _string("A cell.")}, call)
 
 
 def _editor(sandbox: Sandbox, _: float, output_bytes: int) -> Tool:
@@ -161,10 +151,7 @@ def _editor(sandbox: Sandbox, _: float, output_bytes: int) -> Tool:
             "description": "First and last line; -1 is the end.",
         },
     }
-    parameters = _object(fields, required=("command", "path"))
-    return Tool(
-        name=EDITOR, description=about, parameters=parameters, call=_reporting_failures(call)
-    )
+    return _tool(EDITOR, about, fields, call, required=("command", "path"))
 
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -204,24 +191,14 @@ def _think(*_: object) -> Tool:
         return "Noted."
 
     about = "Write down a thought. Nothing happens."
-    return Tool(
-        name="think",
-        description=about,
-        parameters=_object({"thought": _string("The thought.")}),
-        call=call,
-    )
+    return _tool("think", about, {"thought": _string("The thought.")}, call)
 
 
 def _submit(*_: object) -> Tool:
     async def call(arguments: Arguments) -> str:
         return Final(SUBMITTED)
 
-    return Tool(
-        name="submit",
-        description="The work is done: hand it in.",
-        parameters=_object({}),
-        call=call,
-    )
+    return _tool("submit", "The work is done: hand it in.", {}, call)
 
 
 MAKERS: dict[str, Callable[[Sandbox, float, int], Tool]] = {
@@ -272,9 +249,18 @@ def _edited(excerpt: Text) -> str:
     return f"Edited. The lines around:\n{excerpt.text}"
 
 
-def _reporting_failures(
+def _tool(
+    name: str,
+    about: str,
+    fields: Mapping[str, Any],
     call: Callable[[Arguments], Awaitable[str]],
-) -> Callable[[Arguments], Awaitable[str]]:
+    *,
+    required: Iterable[str] | None = None,
+) -> Tool:
+    """Return a tool that reports failures in an intact sandbox. Without `required`, all
+    fields are required.
+    """
+
     async def reporting(arguments: Arguments) -> str:
         try:
             return await call(arguments)
@@ -283,18 +269,14 @@ def _reporting_failures(
         except SandboxError as error:
             return f"Failed: {error}"
 
-    return reporting
+    schema = {
+        "type": "object",
+        "properties": dict(fields),
+        "required": list(fields if required is None else required),
+        "additionalProperties": False,
+    }
+    return Tool(name=name, description=about, parameters=schema, call=reporting)
 
 
 def _string(about: str) -> dict[str, str]:
     return {"type": "string", "description": about}
-
-
-def _object(fields: Mapping[str, Any], *, required: Iterable[str] | None = None) -> dict[str, Any]:
-    needed = list(fields if required is None else required)
-    return {
-        "type": "object",
-        "properties": dict(fields),
-        "required": needed,
-        "additionalProperties": False,
-    }

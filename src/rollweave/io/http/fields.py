@@ -22,111 +22,72 @@ SHOWN = 100
 UNKNOWN_FIELD = "must not be given: no field of that name is known"
 """The rule that a field breaks if it is in no table."""
 
+
+def _each(names: str, *neutral: object) -> dict[str, tuple[object, ...]]:
+    """Return a row for each of the names, which blanks separate."""
+    return dict.fromkeys(names.split(), neutral)
+
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI.
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
+    **_each("audio moderation reasoning_effort stream_options web_search_options"),
+    **_each("best_of n", 1),
+    **_each("echo stream", False),
+    **_each("frequency_penalty presence_penalty", 0),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "moderation": (),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "stream": (False,),
-    "stream_options": (),
     "suffix": ("",),
     "verbosity": ("medium",),
-    "web_search_options": (),
     # How tokens are chosen.
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "early_stopping": (False,),
-    "ignore_eos": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "stop_regex": ([],),
-    "thinking_token_budget": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
+    **_each("allowed_token_ids bad_words logits_processors stop_regex", []),
+    **_each("custom_logit_processor repetition_detection thinking_token_budget"),
+    **_each("custom_params vllm_xargs", {}),
+    **_each("early_stopping ignore_eos use_beam_search watermarking", False),
+    **_each("length_penalty repetition_penalty typical_p", 1),
+    **_each("min_p min_tokens", 0),
     # Grammars.
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "json_schema": (),
-    "regex": (),
-    "structural_tag": (),
-    "structured_outputs": (),
+    **_each(
+        "ebnf guided_choice guided_decoding_backend guided_grammar guided_json "
+        "guided_regex guided_whitespace_pattern json_schema regex structural_tag "
+        "structured_outputs"
+    ),
     # What the prompt is made of.
     "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
+    **_each("add_special_tokens continue_final_message use_audio_in_video", False),
+    **_each(
+        "chat_template enable_thinking images_config input_ids lora_path "
+        "max_dynamic_patch min_dynamic_patch ngram_corpus_id task thinking "
+        "truncate_prompt_tokens truncation_side"
+    ),
+    **_each(
+        "chat_template_kwargs media_io_kwargs mm_processor_kwargs reasoning session_params",
+        {},
+    ),
     "documents": ([],),
-    "enable_thinking": (),
-    "images_config": (),
-    "input_ids": (),
-    "lora_path": (),
-    "max_dynamic_patch": (),
-    "media_io_kwargs": ({},),
-    "min_dynamic_patch": (),
-    "mm_processor_kwargs": ({},),
-    "ngram_corpus_id": (),
-    "reasoning": ({},),
-    "session_params": ({},),
-    "task": (),
-    "thinking": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "use_audio_in_video": (False,),
     # What the answer holds.
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
+    **_each(
+        "include_reasoning return_mm_kwargs spaces_between_special_tokens stream_reasoning",
+        True,
+    ),
+    **_each(
+        "include_stop_str_in_output no_stop_trim return_cached_tokens_details "
+        "return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids "
+        "return_routed_experts return_token_ids return_token_offsets "
+        "return_tokens_as_token_ids separate_reasoning skip_special_tokens",
+        False,
+    ),
     "logprob_token_ids": ([],),
-    "no_stop_trim": (False,),
     "prompt_logprobs": (),
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_meta_info": (False,),
-    "return_mm_kwargs": (True,),
-    "return_prompt_text": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_routed_experts": (False,),
-    "return_token_ids": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "routed_experts_prompt_start": (0,),
-    "routed_experts_start_len": (0,),
-    "separate_reasoning": (False,),
-    "skip_special_tokens": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_reasoning": (True,),
+    **_each("routed_experts_prompt_start routed_experts_start_len", 0),
     # Which server of a cluster does the work.
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "data_parallel_rank": (),
-    "disagg_prefill_dp_rank": (),
-    "ec_transfer_params": ({},),
-    "kv_transfer_params": ({},),
-    "routed_dp_rank": (),
+    **_each(
+        "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank "
+        "disagg_prefill_dp_rank routed_dp_rank"
+    ),
+    **_each("ec_transfer_params kv_transfer_params", {}),
 }
 """Field → its values besides null that have no effect."""
 

@@ -18,12 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from typing import Any
 
 from .frames import (
-    BODY_BYTES,
-    DEFAULT_LIMIT,
     Call,
     Deadline,
     Failed,
@@ -37,15 +34,14 @@ from .frames import (
 from .processes import end_session, fork, signal_group, start
 from .shell import SURROUNDINGS
 from .streams import (
-    BUSY_S,
     BackgroundReader,
     Child,
     Outbox,
     OutputBuffer,
+    Session,
     TappedStream,
     Watch,
     converse,
-    has_ended,
 )
 
 START_S = 60.0
@@ -56,7 +52,7 @@ files, which may be read from a cold disk.
 INTERRUPTED_S = 4.0
 """Seconds from the interrupt of a cell to the kill of its interpreter, whose names are
 then lost. The first traceback of IPython takes half a second of an idle core. Must be
-less than `BUSY_S`, in which a cancelled call ends.
+less than `streams.BUSY_S`, in which a cancelled call ends.
 """
 
 RECEIVE_BYTES = 1 << 18
@@ -77,63 +73,26 @@ class Cells:
     """The action `ipython`, whose body is the cell."""
 
     def __init__(self, idle: BackgroundReader) -> None:
-        self._idle = idle
-        self._busy = threading.Lock()
-        self._interpreter: _Interpreter | None = None
+        self._session = Session(
+            lambda stop: _Interpreter(idle, stop),
+            "ipython runs one cell at a time, and one is running",
+        )
 
     def __call__(self, call: Call) -> Result:
-        """Run the cell. The body of the reply is the first `split` bytes of the printed
-        output, then the last bytes, with `dropped` bytes left out between them.
+        """Run the cell, as `Session.run` does.
 
         `result` is the text of the last expression's value, or null; `error` has
         `name`, `message` and `traceback`, or is null. `died` is the exit status if the
-        cell ended the interpreter (128 plus the number of a signal), else null.
-        `restarted` says that names and imports were lost, before this cell or by it.
-        `interpreter` is `ipython` or `python`.
+        cell ended the interpreter (128 plus the number of a signal), else null. The
+        state that may be lost is names and imports. `interpreter` is `ipython` or
+        `python`.
         """
-        limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
         if len(call.body) > CELL_BYTES:
             raise Refused(f"cell must have at most {CELL_BYTES} bytes, got {len(call.body)}")
-        if not self._busy.acquire(timeout=BUSY_S):
-            raise Refused("ipython runs one cell at a time, and one is running")
-        try:
-            output = OutputBuffer(limit - limit // 2, limit // 2)
-            lost = self._retire(output)
-            if self._interpreter is None:
-                self._interpreter = _Interpreter(self._idle, call.stop)
-            deadline = call.deadline()  # the start does not count as the cell's time
-            kind = self._interpreter.kind
-            answer, timed_out = self._interpreter.run(call.body, output, deadline, call.stop)
-            died = None
-            if answer is None:
-                answer, died, lost = {"result": None, "error": None}, self._interpreter.end(), True
-                self._interpreter = None
-        finally:
-            self._busy.release()
-        fields = {
-            "timed_out": timed_out,
-            "restarted": lost,
-            "died": died,
-            "dropped": output.dropped,
-            "interpreter": kind,
-        }
-        return {
-            **answer,
-            **fields,
-            "seconds": deadline.spent_s,
-            "split": len(output.head),
-        }, output.head + output.tail
-
-    def _retire(self, output: OutputBuffer) -> bool:
-        """Discard an interpreter that has died since the last call, and put its last
-        output at the start of this call's output. Return whether it had died.
-        """
-        if self._interpreter is None or not has_ended(self._interpreter.process):
-            return False
-        self._interpreter.tap.open(output)
-        self._interpreter.end()
-        self._interpreter = None
-        return True
+        ran = self._session.run(call)
+        answer = {"result": None, "error": None} if ran.answer is None else ran.answer
+        kind = ran.program.kind
+        return {**answer, **ran.fields, "died": ran.status, "interpreter": kind}, ran.body
 
 
 class _Interpreter:

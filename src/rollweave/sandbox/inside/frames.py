@@ -171,18 +171,11 @@ class Call:
     def optional(self, field: str) -> str | None:
         return None if self.absent(field) else self.text(field)
 
-    def number(
-        self, field: str, default: float | None = None, *, least: float = 0.0, most: float = 1e9
-    ) -> float:
+    def number(self, field: str, default: float) -> float:
+        """Return a number from 0 to 1e9."""
         value = self._args.get(field, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not least <= value <= most
-        ):
-            raise Refused(
-                f"{field} must be a number from {least:g} to {most:g}, got {value!r:.100}"
-            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e9:
+            raise Refused(f"{field} must be a number from 0 to 1e+09, got {value!r:.100}")
         return float(value)
 
     def integer(
@@ -193,8 +186,8 @@ class Call:
             raise Refused(f"{field} must be an integer from {least} to {most}, got {value!r:.100}")
         return value
 
-    def flag(self, field: str, default: bool = False) -> bool:
-        value = self._args.get(field, default)
+    def flag(self, field: str) -> bool:
+        value = self._args.get(field, False)
         if not isinstance(value, bool):
             raise Refused(f"{field} must be true or false, got {value!r:.100}")
         return value

@@ -23,20 +23,18 @@ import signal
 import struct
 import subprocess
 import termios
-import threading
 from typing import Any
 
-from .frames import BODY_BYTES, DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
+from .frames import Call, Deadline, Failed, Refused, Result, Stop
 from .processes import end_session, signal_group, start
 from .streams import (
-    BUSY_S,
     BackgroundReader,
     Outbox,
     OutputBuffer,
+    Session,
     TappedStream,
     Watch,
     converse,
-    has_ended,
 )
 
 START_S = 10.0
@@ -86,60 +84,25 @@ class Bash:
     """The action `bash`, whose body is the command."""
 
     def __init__(self, idle: BackgroundReader) -> None:
-        self._idle = idle
-        self._busy = threading.Lock()
-        self._terminal: _Terminal | None = None
+        self._session = Session(
+            lambda stop: _Terminal(idle, stop),
+            "bash runs one command at a time, and one is running",
+        )
 
     def __call__(self, call: Call) -> Result:
-        """Run the command. The body of the reply is the first `split` bytes of output,
-        then the last bytes, with `dropped` bytes left out between them.
+        """Run the command, as `Session.run` does.
 
-        `rc` is its exit status, or 128 plus the number of the signal that ended it.
-        `restarted` says that the shell's state was lost, before this command (the shell
-        had been killed) or by it (`exit`, `exec`, or it could not be interrupted).
+        `rc` is its exit status, or 128 plus the number of the signal that ended it. The
+        shell's state is lost if the shell had been killed before, and by `exit`, `exec`
+        and a command that cannot be interrupted.
         """
         if b"\0" in call.body or len(call.body) > COMMAND_BYTES:
             raise Refused(
                 f"command must have at most {COMMAND_BYTES} bytes and no NUL, got "
                 f"{len(call.body)} bytes"
             )
-        limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
-        if not self._busy.acquire(timeout=BUSY_S):
-            raise Refused("bash runs one command at a time, and one is running")
-        try:
-            output = OutputBuffer(limit - limit // 2, limit // 2)
-            lost = self._retire(output)
-            if self._terminal is None:
-                self._terminal = _Terminal(self._idle, call.stop)
-            deadline = call.deadline()  # the start does not count as the command's time
-            status, timed_out = self._terminal.run(call.body, output, deadline, call.stop)
-            if status is None:
-                status, lost = self._terminal.end(), True
-                self._terminal = None
-        finally:
-            self._busy.release()
-        fields = {
-            "rc": status,
-            "timed_out": timed_out,
-            "restarted": lost,
-            "dropped": output.dropped,
-        }
-        return {
-            **fields,
-            "seconds": deadline.spent_s,
-            "split": len(output.head),
-        }, output.head + output.tail
-
-    def _retire(self, output: OutputBuffer) -> bool:
-        """Discard a shell that has died since the last call, and put its last output at
-        the start of this call's output. Return whether it had died.
-        """
-        if self._terminal is None or not has_ended(self._terminal.process):
-            return False
-        self._terminal.tap.open(output)
-        self._terminal.end()
-        self._terminal = None
-        return True
+        ran = self._session.run(call)
+        return {**ran.fields, "rc": ran.status if ran.answer is None else ran.answer}, ran.body
 
 
 class _Terminal:

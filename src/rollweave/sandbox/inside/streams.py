@@ -10,11 +10,12 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from .frames import Deadline, Stop
+from .frames import BODY_BYTES, DEFAULT_LIMIT, Call, Deadline, Refused, Stop
 
 Answer = TypeVar("Answer")
+P = TypeVar("P", bound="Program")
 
 CHUNK_BYTES = 1 << 16
 """Number of bytes in one read: the usual capacity of a pipe."""
@@ -321,3 +322,91 @@ class BackgroundReader:
                     read()
             if any(ready == fd for ready, _ in happened):
                 return
+
+
+class Program(Protocol):
+    """A program that persists from call to call, such as a shell."""
+
+    @property
+    def process(self) -> Child: ...
+
+    @property
+    def tap(self) -> TappedStream: ...
+
+    def run(
+        self, text: bytes, output: OutputBuffer, deadline: Deadline, stop: Stop
+    ) -> tuple[Any, bool]:
+        """Return the program's answer to `text`, or None if the program has ended or
+        must be ended; and whether the call ran out of time.
+        """
+
+    def end(self) -> int:
+        """Kill the program, and return its exit status."""
+
+
+class Ran(Generic[P]):
+    """The result of a call: the program's answer or, if the call ended the program, the
+    exit status; the common fields of a reply, and its body.
+    """
+
+    def __init__(
+        self, program: P, answer: Any, status: int | None, fields: dict[str, Any], body: bytes
+    ) -> None:
+        self.program, self.answer, self.status = program, answer, status
+        self.fields, self.body = fields, body
+
+
+class Session(Generic[P]):
+    """The calls of one program, which take turns. A program that has ended is replaced
+    at the next call.
+    """
+
+    def __init__(self, start: Callable[[Stop], P], busy: str) -> None:
+        """`start` starts the program; `busy` is the error of a call whose turn does not
+        come.
+        """
+        self._start, self._busy = start, busy
+        self._turn = threading.Lock()
+        self._program: P | None = None
+
+    def run(self, call: Call) -> Ran[P]:
+        """Run the body of the call. The body of the reply is the first `split` bytes of
+        the output, then the last bytes, with `dropped` bytes left out between them.
+
+        `restarted` says that the program's state was lost, before this call or by it.
+        """
+        limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
+        if not self._turn.acquire(timeout=BUSY_S):
+            raise Refused(self._busy)
+        try:
+            output = OutputBuffer(limit - limit // 2, limit // 2)
+            lost = self._retire(output)
+            if self._program is None:
+                self._program = self._start(call.stop)
+            program, status = self._program, None
+            deadline = call.deadline()  # the start does not count as the call's time
+            answer, timed_out = program.run(call.body, output, deadline, call.stop)
+            if answer is None:
+                status, lost = program.end(), True
+                self._program = None
+        finally:
+            self._turn.release()
+        fields = {
+            "timed_out": timed_out,
+            "restarted": lost,
+            "dropped": output.dropped,
+            "seconds": deadline.spent_s,
+            "split": len(output.head),
+        }
+        return Ran(program, answer, status, fields, output.head + output.tail)
+
+    def _retire(self, output: OutputBuffer) -> bool:
+        """Discard a program that has died since the last call, and put its last output
+        at the start of this call's output. Return whether it had died.
+        """
+        if self._program is None or not has_ended(self._program.process):
+            return False
+        self._program.tap.open(output)
+        self._program.end()
+        self._program = None
+        return True
