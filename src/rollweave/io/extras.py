@@ -1,5 +1,5 @@
-"""What this process may import: optional dependencies, with how to install a missing
-dependency, and the user's code.
+"""Optional dependencies: import them, and say how to install a missing dependency. The
+permission to run the user's code in this process.
 
 The user's code consists of modules that a configuration names, interpreters, and
 options of servers that may name files of code. An agent whose operator has not allowed
