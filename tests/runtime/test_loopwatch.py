@@ -196,7 +196,7 @@ def test_what_blocks_the_loop_is_named_once_and_in_time(
     for runs, lasts, what in [*events, (1000, 0, "ours")]:
         now += runs
         while min(beat_at, check_at) < now:
-            beat(beat_at) if beat_at < check_at else check(check_at, "running")
+            beat(beat_at) if beat_at <= check_at else check(check_at, "running")
         start, now = now, now + lasts
         if what == "suspended":
             beat_at, check_at = max(beat_at, now + 1), max(check_at, now)
