@@ -14,7 +14,6 @@ Figure = float | int | list[float] | None
 
 PROMISES = (
     "violations",
-    "escapes",
     "mismatches",
     "token_mismatches",
     "version_span_errors",

@@ -33,7 +33,7 @@ print(made)
 
 TRY = f"""
 import asyncio, os, sys
-from benchmarks.sandbox.attacks import attempt
+from tests.support.attacks import attempt
 from rollweave.sandbox.base import SandboxSpec
 from rollweave.sandbox.registry import backend
 

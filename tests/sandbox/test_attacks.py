@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from benchmarks.sandbox.attacks import BAIT, Outcome, attacks_here, attempt
 from rollweave.sandbox.base import Limits, SandboxSpec
 from rollweave.sandbox.kernel import SHM_BYTES, SHM_FILES
 from rollweave.sandbox.stage import inodes
+from tests.support.attacks import BAIT, Outcome, attacks_here, attempt
 from tests.support.sandboxes import ISOLATING, opened, python
 
 AT_ONCE = 4

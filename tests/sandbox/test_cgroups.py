@@ -177,8 +177,7 @@ ATTACKS = (
 
 WITHOUT = f"""
 import asyncio
-from benchmarks.sandbox.attacks import attacks_here, attempt
-from benchmarks.sandbox.attack_programs import COUNTED_BY_GROUPS
+from tests.support.attacks import COUNTED_BY_GROUPS, attacks_here, attempt
 from rollweave.cli.doctor import _sandbox_limits
 from rollweave.sandbox.cgroups import unbounded
 from rollweave.sandbox.registry import backend

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.affinity.bench import FULL, NEITHER, READS, THINKS, UNIFORM, WRONG, config
+from benchmarks.affinity import FULL, NEITHER, READS, THINKS, UNIFORM, WRONG, config
 from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.metrics import SimMetrics

@@ -16,17 +16,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.sandbox.attack_programs import COUNTED_BY_GROUPS, PRELUDE, PROGRAMS
 from rollweave.sandbox.base import HOME, MIB, Backend, ExecResult, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.cgroups import unbounded
 from rollweave.sandbox.stage import inodes
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import SandboxError
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+PROGRAMS: dict[str, str] = _TABLE["programs"]
+COUNTED_BY_GROUPS = frozenset(_TABLE["counted_by_groups"])
 
 LIMITS = Limits(
     processes=48,
@@ -77,7 +81,9 @@ class Scene:
             "DISK": LIMITS.disk_bytes,
             "FILES": inodes(LIMITS.disk_bytes),
         }
-        return "".join(f"{name} = {value!r}\n" for name, value in values.items()) + PRELUDE
+        return (
+            "".join(f"{name} = {value!r}\n" for name, value in values.items()) + _TABLE["prelude"]
+        )
 
 
 async def _killing(sandbox: Sandbox, scene: Scene) -> str:

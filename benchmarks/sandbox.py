@@ -1,9 +1,9 @@
-"""Bench `sandbox`: start time of a sandbox, number of concurrent ones and their cost,
-and escapes.
+"""Bench `sandbox`: start time of a sandbox, number of concurrent sandboxes and their
+cost. (Tests attack sandboxes: `tests/sandbox/test_attacks.py`.)
 
 The back ends take turns in one run. A sandbox is ready when its Python server, inside,
 has answered. Figures without a suffix are of the default back end, others end in its
-name; `attacks` and `escapes` count over all.
+name.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.sandbox.attacks import ATTACKS, BAIT, Outcome, attacks_here, attempt
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
 from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.registry import backend
@@ -36,8 +35,6 @@ POOL = 4
 """Number of sandboxes that a pool keeps ready while they are taken one by one."""
 
 WITH_CELLS = SandboxSpec(packages=("ipython",))
-
-ATTACKS_AT_ONCE = 2
 
 FIGURES = (
     "ready_ms_p50",
@@ -61,7 +58,6 @@ class BackendMeasurement:
     concurrent: int = 0
     concurrent_s: float = 0.0
     mb_each: float = 0.0
-    outcomes: list[Outcome] = field(default_factory=list)
 
 
 def bench_sandbox(*, quick: bool) -> Result:
@@ -69,7 +65,6 @@ def bench_sandbox(*, quick: bool) -> Result:
 
     A missing one has null figures, with the reason.
     """
-    os.environ[BAIT] = "1"
     return asyncio.run(_bench(quick=quick))
 
 
@@ -83,7 +78,6 @@ async def _bench(*, quick: bool) -> Result:
         "pool_ms": f"the same for a sandbox from a pool of {POOL} ready ones",
         "mb_each": "proportional set size of a sandbox's processes, all alive at once, without its "
         "files, which are in memory too",
-        "attacks": _tried(),
         "uid": "separate uids, assigned by root" if os.getuid() == 0 else "our own",
     }
     try:
@@ -98,27 +92,10 @@ async def _bench(*, quick: bool) -> Result:
         await _ready(live, measured, rounds=QUICK_ROUNDS if quick else ROUNDS)
         for name, made in live.items():
             await _concurrent(made, measured[name], count=QUICK_CONCURRENT if quick else CONCURRENT)
-            measured[name].outcomes = await _attacked(made)
     finally:
         for made in opened.values():
             await made.close()
-    escapes = {
-        f"{name}: {o.attack}": o.verdict
-        for name, measurement in measured.items()
-        for o in measurement.outcomes
-        if o.escaped
-    }
-    return Result(
-        bench="sandbox", figures=_figures(measured, len(escapes)), conditions=conditions | escapes
-    )
-
-
-def _tried() -> str:
-    here = attacks_here()
-    left_out = ", ".join(attack for attack in ATTACKS if attack not in here)
-    return f"{len(here)} different ones on each back end" + (
-        f"; without control groups, not tried: {left_out}" if left_out else ""
-    )
+    return Result(bench="sandbox", figures=_figures(measured), conditions=conditions)
 
 
 async def _ready(
@@ -172,17 +149,7 @@ def _used_mb(pids: Sequence[int]) -> float:
     return sum(each.proportional_bytes() for each in Table.now().below(started(pids))) / 1e6
 
 
-async def _attacked(made: Backend) -> list[Outcome]:
-    room = asyncio.Semaphore(ATTACKS_AT_ONCE)
-
-    async def one(attack: str) -> Outcome:
-        async with room:
-            return await attempt(made, attack)
-
-    return await asyncio.gather(*(one(attack) for attack in attacks_here()))
-
-
-def _figures(measured: dict[str, BackendMeasurement], escapes: int) -> dict[str, Figure]:
+def _figures(measured: dict[str, BackendMeasurement]) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for name in ISOLATING:
         suffix = "" if name == DEFAULT else f"_{name}"
@@ -202,5 +169,4 @@ def _figures(measured: dict[str, BackendMeasurement], escapes: int) -> dict[str,
                 measurement.mb_each,
             )
         figures |= {f"{figure}{suffix}": value for figure, value in zip(FIGURES, own, strict=True)}
-    tried = sum(len(measurement.outcomes) for measurement in measured.values())
-    return figures | {"attacks": tried or None, "escapes": escapes if tried else None}
+    return figures

@@ -1,1 +1,0 @@
-"""Bench `affinity`: task domains on pools of different GPUs."""

@@ -1,1 +1,0 @@
-"""Bench `sandbox`: start times and attacks."""
