@@ -21,7 +21,7 @@ from rollweave_papers.heddle_runs import (
     measure,
     rollout,
 )
-from rollweave_papers.rows import Experiment
+from rollweave_papers.results import Experiment
 
 SMALL = Case(task="math", model="qwen3-14b", system=VERL, parts=32, steps=2)
 

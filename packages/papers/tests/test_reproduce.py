@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave_papers.command import BEGIN, END, insert_tables
-from rollweave_papers.rows import Row
+from rollweave_papers.results import Row
 from rollweave_papers.running import Finished
 
 

@@ -1,21 +1,148 @@
-"""Engines that share a device in the ways of ROSE's baselines."""
+"""ROSE's baselines: ways of sharing a simulated engine, and engines without users that
+a simulated run borrows, serverless ones with a lease and spot instances.
+"""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.clock import Clock
 from rollweave.sim.lender import Lender
+from rollweave.sim.lending import REPORT_S
+from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import simulate
+from rollweave.sim.world import World
+from rollweave_papers import sharing
 from rollweave_papers.sharing import (
+    DOWN_S,
     KEPT_S,
     RELOAD_S,
+    START_S,
+    UP_S,
     EarliestDue,
     FixedHalves,
+    OnDemand,
     OneModel,
     TakingTurns,
+    available,
 )
-from tests.support.borrowing import config, lenders
+from tests.support.borrowing import Watch, config, lenders
 from tests.support.simulated_lender import Rig, every_turn_ends
+
+HEADER = "TIMESTAMP,Engines\n"
+
+
+def on_demand(sharing: str, **serving: Any) -> ServingFile:
+    """Return four engines without users."""
+    return lenders(sharing=sharing, **{"model": None, "prefill": 0, "rate": None, **serving})
+
+
+def longer(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": 12})})
+
+
+class Reports:
+    """What the engines report, by the time of it."""
+
+    def __init__(self, serving: ServingFile) -> None:
+        self.clock = Clock()
+        self.engines = OnDemand(config(), serving, clock=self.clock, post=self.note)
+        self.there: list[tuple[float, int]] = []
+        self.engines.start()
+
+    def note(self, event: e.Event) -> None:
+        assert isinstance(event, e.LendersReported)
+        self.there.append((self.clock.now, sum(not one.recalled for one in event.lenders)))
+
+    def until(self, seconds: float) -> None:
+        while self.clock.now < seconds:
+            assert self.clock.step()
+
+    def at(self, seconds: float) -> int:
+        return [there for at, there in self.there if at <= seconds][-1]
+
+
+def test_a_trace_says_how_many_spot_instances_there_are(tmp_path: Path) -> None:
+    trace = tmp_path / "spot.csv"
+    trace.write_text(f"{HEADER}100,3\n160,0\n225,9\n300,1\n")
+    assert available(trace) == [(0, 3), (60, 0), (125, 9), (200, 1)]
+    reports = Reports(on_demand("spot", trace=str(trace)))
+    reports.until(400)
+    assert [reports.at(second) for second in (0, 59, 60, 124, 125, 199, 200, 390)] == [
+        *(3, 3, 0, 0, 4, 4, 1, 1)
+    ]
+
+
+def test_drawn_spot_instances_are_there_for_their_share_of_the_time() -> None:
+    reports = Reports(on_demand("spot", engines=60))
+    reports.until(40 * UP_S)
+    counts = [there for _, there in reports.there]
+    assert sum(counts) / len(counts) / 60 == pytest.approx(UP_S / (UP_S + DOWN_S), rel=0.05)
+    assert len(set(counts)) > 10
+
+
+@pytest.mark.extended
+def test_all_serverless_engines_end_with_their_lease_and_others_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease_s = 120.0
+    monkeypatch.setattr(sharing, "LEASE_S", lease_s)
+    watch, metrics = Watch(), SimMetrics()
+    world = World(
+        longer(config()), observer=metrics, journal=watch, serving=on_demand("serverless")
+    )
+    metrics.watch(world)
+    world.each_event = world.core.check
+    world.start()
+    while world.over is None:
+        world.step()
+    assert world.over == ""
+    started = [
+        now
+        for now, _, commands in watch.log
+        for one in commands
+        if isinstance(one, c.StartEngine) and one.lender
+    ]
+    assert len(started) >= 8, "the run outlasts a lease"
+    assert started[:4] == [0.0] * 4
+    assert all(now % lease_s <= REPORT_S for now in started), "at once, once it is reported"
+    joined = [now for now, event, _ in watch.log if isinstance(event, e.EngineJoined) and now]
+    assert joined[0] == START_S
+    lines = [line for line in metrics.lines if line["kind"] == "step"]
+    assert not any(line["retried"] or line["dropped"] for line in lines), "no attempt is lost"
+
+
+def test_a_run_with_spot_instances_is_faster_than_without() -> None:
+    alone, spot = (
+        simulate(longer(config(most=0))),
+        simulate(longer(config()), serving=on_demand("spot")),
+    )
+    assert not spot.summary.error
+    assert spot.serving is None, "there are no users"
+    assert spot.summary.wall_s < 0.9 * alone.summary.wall_s
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEADER + "5,-1\n", ":2: Engines must be a number of at least 0, got '-1'"),
+        (HEADER + "5,1\n4,1\n", ":3: TIMESTAMP must not be earlier than in the line before"),
+        ("TIMESTAMP,GPUs\n5,1\n", " must have the columns TIMESTAMP, Engines, got TIMESTAMP, GPUs"),
+    ],
+)
+def test_a_bad_trace_of_spot_instances_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    trace = tmp_path / "spot.csv"
+    trace.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        available(trace)
+    assert str(raised.value).startswith(f"{trace}{message}")
 
 
 @pytest.mark.parametrize("kind", [TakingTurns, FixedHalves, EarliestDue, OneModel])

@@ -13,10 +13,9 @@ from rich.markup import escape
 from rollweave.cli.console import FAILED, check_writable, err, out, print_error
 from rollweave.io.disk import replace_file
 from rollweave.schema.errors import ConfigError
-from rollweave_papers.registry import EXPERIMENTS, select
-from rollweave_papers.running import cores, run
-from rollweave_papers.table import as_json as results_as_json
-from rollweave_papers.table import as_text, heading, page, section, sections_of
+from rollweave_papers.results import as_json as results_as_json
+from rollweave_papers.results import as_text, heading, page, section, sections_of
+from rollweave_papers.running import EXPERIMENTS, cores, run, select
 
 BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
 """Marks in a Markdown file between which the tables are generated."""

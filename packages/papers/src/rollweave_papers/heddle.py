@@ -29,7 +29,7 @@ from rollweave_papers.heddle_runs import (
     System,
     rollout,
 )
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.results import Experiment, Row
 
 FULL_PARTS, FULL_STEPS = 4, 3
 """Divisor of the cluster and steps of a full form: a quarter has 16 GPUs and 1,600

@@ -21,7 +21,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.prediction import LengthContext
 from rollweave.sim.workload import Plan, workload
 from rollweave.train.lengths import build_regressor, check_installed
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.results import Experiment, Row
 
 NAME = "heddle-fig13"
 

@@ -23,7 +23,7 @@ from rollweave_papers.laminar_runs import (
     staleness_shares,
 )
 from rollweave_papers.laminar_weights import fig14, fig19
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.results import Experiment, Row
 
 OURS = (
     "Laminar: our mode decoupled on its placement, 1,024 trajectories per engine, weights from a "

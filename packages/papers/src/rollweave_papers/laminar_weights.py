@@ -14,7 +14,7 @@ from rollweave.sim.models import model
 from rollweave.sim.world import Costs
 from rollweave_papers.cluster import Setup, Watched, run_until
 from rollweave_papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
-from rollweave_papers.rows import Row
+from rollweave_papers.results import Row
 
 RELAYS = 127
 """Relays beside the master, on 1,024 GPUs (Laminar Fig. 19)."""

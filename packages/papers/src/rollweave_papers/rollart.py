@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rollweave_papers import rollart_costs, rollart_parts
 from rollweave_papers.cluster import NarrowOutputs, Pace, Setup, mean_of, pace, rollout_s
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.results import Experiment, Row
 
 CONTEXT, BATCH, GPUS, TRAINER_GPUS = 32_768, 512, 128, 32
 

@@ -9,8 +9,8 @@ from rollweave.sim.families import JUDGE_S
 from rollweave.sim.hardware import link
 from rollweave.sim.serverless import COLD_S, WARM_S, Serverless
 from rollweave_papers.cluster import Setup, first_step, mean_of, pace
+from rollweave_papers.results import Experiment, Row
 from rollweave_papers.rollart_parts import JUDGES, MATH_CONTEXT, updates
-from rollweave_papers.rows import Experiment, Row
 
 SWE_CONTEXT, SWE_BATCH, SWE_GPUS = 32_768, 128, 28
 """Workload of Fig. 6, and its GPUs for rollouts."""

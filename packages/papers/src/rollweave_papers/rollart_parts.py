@@ -24,7 +24,7 @@ from rollweave_papers.cluster import (
     rollout_s,
     rollouts,
 )
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.results import Experiment, Row
 
 CONTEXT, MATH_CONTEXT = 32_768, 16_384
 MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}

@@ -23,7 +23,7 @@ from rollweave_papers.cluster import (
     rollout_s,
     steps_of,
 )
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.results import Experiment, Row
 
 CONTEXT = 32_768
 """Maximum tokens of Qwen3-8B/32k on FrozenLake (§6)."""

@@ -14,10 +14,10 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, Struct
 from rollweave_papers.cluster import Setup, mean_of, pace, steps_of
-from rollweave_papers.ondemand import DOWN_S, START_S, UP_S
+from rollweave_papers.results import Experiment, Row
 from rollweave_papers.rose import rollout_times
 from rollweave_papers.rose_serving import SIZES
-from rollweave_papers.rows import Experiment, Row
+from rollweave_papers.sharing import DOWN_S, START_S, UP_S
 
 ELASTIC_GPUS = {"8B": 16, "32B": 32}
 """Serverless GPUs, and spot GPUs at most (§6.1)."""

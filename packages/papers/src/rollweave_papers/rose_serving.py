@@ -12,8 +12,8 @@ from typing import Any
 
 from rollweave.schema.base import Struct
 from rollweave_papers.cluster import Setup, mean_of, steps_of
+from rollweave_papers.results import Experiment, Row
 from rollweave_papers.rose import ALFWORLD, FROZENLAKE, SERVING, rollout_times
-from rollweave_papers.rows import Experiment, Row
 
 SIZES: Mapping[str, Setup] = {
     "8B": FROZENLAKE.but(policies=("affinity",), serving=SERVING, borrowed=16),

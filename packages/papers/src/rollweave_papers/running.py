@@ -1,9 +1,13 @@
-"""Experiments in several processes, with each result as it arrives.
+"""All experiments by name, in the order of the papers; and runs of experiments in
+several processes, with each result as it arrives.
 
-Invariant: an experiment that fails, or whose process dies, is an outcome with an error
-and does not stop the others; no process outlives the iteration.
+Invariants: a name identifies one experiment; its part before the first hyphen names the
+paper, and selects all experiments of the paper. An experiment that fails, or whose
+process dies, is an outcome with an error and does not stop the others; no process
+outlives the iteration.
 """
 
+import difflib
 import multiprocessing
 import os
 import time
@@ -14,9 +18,37 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from rollweave.io.boot import serve_parent
-from rollweave.schema.errors import RollweaveError
-from rollweave_papers.registry import EXPERIMENTS
-from rollweave_papers.rows import Experiment, Row
+from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave_papers import heddle, laminar, prorl, rollart, rose, rose_elastic, rose_serving
+from rollweave_papers.results import Experiment, Row
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for module in (rollart, laminar, heddle, rose, rose_serving, rose_elastic, prorl)
+    for experiment in module.EXPERIMENTS
+}
+
+PAPERS = tuple(dict.fromkeys(name.partition("-")[0] for name in EXPERIMENTS))
+
+
+def select(names: Sequence[str]) -> list[Experiment]:
+    """Return the experiments of these names or papers, once each, in registry order;
+    all if none is named. Raises ConfigError.
+    """
+    for name in names:
+        if name not in EXPERIMENTS and name not in PAPERS:
+            near = difflib.get_close_matches(name, [*EXPERIMENTS, *PAPERS], n=3)
+            hint = (
+                f"; did you mean {' or '.join(near)}?"
+                if near
+                else f": one of {', '.join([*PAPERS, *EXPERIMENTS])}"
+            )
+            raise ConfigError(f"NAME must be an experiment or a paper, got {name!r}{hint}")
+    return [
+        experiment
+        for name, experiment in EXPERIMENTS.items()
+        if not names or name in names or name.partition("-")[0] in names
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

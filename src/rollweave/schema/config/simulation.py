@@ -25,7 +25,7 @@ Sharing = Literal[
 ]
 """Ways in which serving and rollouts share an engine: ours (sim/serving.py), then those
 of ROSE's baselines, whose last two have engines that come and go without serving
-(rollweave_papers.sharing, rollweave_papers.ondemand).
+(rollweave_papers.sharing).
 """
 
 WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")

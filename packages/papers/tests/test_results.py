@@ -7,8 +7,17 @@ import json
 import msgspec
 import pytest
 
-from rollweave_papers.rows import Experiment, Published, Row
-from rollweave_papers.table import as_json, as_text, page, section, sections_of, shown
+from rollweave_papers.results import (
+    Experiment,
+    Published,
+    Row,
+    as_json,
+    as_text,
+    page,
+    section,
+    sections_of,
+    shown,
+)
 
 
 def row(

@@ -5,9 +5,8 @@ processes may die.
 import pytest
 
 from rollweave.schema.errors import ConfigError
-from rollweave_papers.registry import EXPERIMENTS, PAPERS, select
-from rollweave_papers.rows import Experiment
-from rollweave_papers.running import run
+from rollweave_papers.results import Experiment
+from rollweave_papers.running import EXPERIMENTS, PAPERS, run, select
 from tests.support.variants import mostly_slow
 
 SLOW = frozenset(
