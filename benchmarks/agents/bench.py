@@ -1,23 +1,20 @@
 """Bench `agents`: clients × features of the gateway: what works, what is refused with
 the name of its field, and what is ignored in silence, which must be nothing.
 
-The four APIs are asked over the wire, and the programs of `clients.py` run as they are.
+The four APIs are asked over the wire. (Tests run programs with the vendors' own
+clients.)
 """
 
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from benchmarks.agents.clients import PROGRAMS, try_program
 from benchmarks.agents.feature_table import FEATURES
 from benchmarks.agents.features import Cell, Outcome, try_feature
 from benchmarks.agents.wire import PATHS
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress
-
-PROGRAM_S: Final = 600.0
-"""Maximum seconds of one program, the import of its package included."""
 
 Columns = dict[str, dict[str, Cell]]
 
@@ -30,15 +27,16 @@ def bench_agents(
     programs: Path | None = None,
     install: bool = False,
 ) -> Result:
-    """Ask for each feature through each API, and run each program. With `real`, run the
-    programs of the package indexes that are installed in the folder `programs` instead;
-    with `install`, those that are missing are installed there.
+    """Ask for each feature through each API. With `real`, run the programs of the
+    package indexes that are installed in the folder `programs` instead; with `install`,
+    programs that are missing are installed there.
     """
     if real:
         from benchmarks.agents.real import bench_real
 
         return bench_real(programs, quick=quick, install=install, progress=progress)
-    columns = asyncio.run(_measure(progress))
+    columns = asyncio.run(ask_apis())
+    progress(table(columns))
     cells = [cell for column in columns.values() for cell in column.values()]
     counts = Counter(cell.outcome for cell in cells)
     figures: dict[str, Figure] = {
@@ -48,7 +46,6 @@ def bench_agents(
         "silently_ignored": counts[Outcome.IGNORED],
         "failed": counts[Outcome.FAILED],
         "apis": len(PATHS),
-        "programs": len(PROGRAMS),
     }
     conditions: dict[str, Any] = {
         feature.name: _line(columns, feature.name) for feature in FEATURES
@@ -70,17 +67,6 @@ async def ask_apis() -> Columns:
         }
         for api in PATHS
     }
-
-
-async def _measure(progress: Progress) -> Columns:
-    """Return the cells of each API and program."""
-    columns = await ask_apis()
-    progress(table(columns))
-    for program in PROGRAMS:
-        progress(f"{program.name} …")
-        async with asyncio.timeout(PROGRAM_S):
-            columns[program.name] = await try_program(program)
-    return columns
 
 
 def _line(columns: Columns, feature: str) -> str:

@@ -7,6 +7,7 @@ without a terminal. Nothing else is set, except where `env` says so.
 
 import fcntl
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ NODE: Final = "node@22"
 @dataclass(frozen=True)
 class Installed:
     """An agent program. `{url}`, `{root}` (without `/v1`), `{key}`, `{model}` and
-    `{task}` in its arguments and variables are replaced.
+    `{task}` in its variables and its arguments, which are words of a shell, are
+    replaced.
 
     `npm` programs are installed with npm, others with pip in an environment of their
     own. `binary` is the native program of a package, below the folder of npm's
@@ -40,7 +42,7 @@ class Installed:
     name: str
     package: str
     program: str
-    arguments: tuple[str, ...]
+    arguments: str
     env: Mapping[str, str] = field(default_factory=dict)
     npm: bool = False
     binary: str = ""
@@ -63,7 +65,11 @@ class Installed:
 
     def command(self, folder: Path, values: Mapping[str, str]) -> list[str]:
         """Return the command on the host."""
-        return [str(self.path(folder)), *filled(self.arguments, values)]
+        return [str(self.path(folder)), *self.words(values)]
+
+    def words(self, values: Mapping[str, str]) -> list[str]:
+        """Return its arguments."""
+        return filled(shlex.split(self.arguments), values)
 
     def variables(self, values: Mapping[str, str]) -> dict[str, str]:
         """Return its environment variables, beside those of every program."""
@@ -89,7 +95,7 @@ PROGRAMS: Final = (
         name="claude-code",
         package="@anthropic-ai/claude-code",
         program="claude",
-        arguments=("-p", "{task}", "--model", "{model}", "--allowedTools", "Bash"),
+        arguments="-p {task} --model {model} --allowedTools Bash",
         npm=True,
         binary="@anthropic-ai/claude-code/bin/claude.exe",
     ),
@@ -97,16 +103,8 @@ PROGRAMS: Final = (
         name="codex",
         package="@openai/codex",
         program="codex",
-        arguments=(
-            "exec",
-            "--skip-git-repo-check",
-            "--dangerously-bypass-approvals-and-sandbox",
-            "-c",
-            'openai_base_url="{url}"',
-            "--model",
-            "{model}",
-            "{task}",
-        ),
+        arguments="exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "
+        "-c 'openai_base_url=\"{url}\"' --model {model} {task}",
         npm=True,
         binary="@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
     ),
@@ -114,14 +112,14 @@ PROGRAMS: Final = (
         name="qwen-code",
         package="@qwen-code/qwen-code",
         program="qwen",
-        arguments=("-p", "{task}", "--yolo", "--auth-type", "openai", "--model", "{model}"),
+        arguments="-p {task} --yolo --auth-type openai --model {model}",
         npm=True,
     ),
     Installed(
         name="opencode",
         package="opencode-ai",
         program="opencode",
-        arguments=("run", "{task}", "--model", "mine/{model}"),
+        arguments="run {task} --model mine/{model}",
         env={
             "OPENCODE_CONFIG_CONTENT": '{"provider": {"mine": {"npm": '
             '"@ai-sdk/openai-compatible", "options": {"baseURL": "{url}", "apiKey": "{key}"}, '
@@ -134,19 +132,15 @@ PROGRAMS: Final = (
         name="openhands",
         package="openhands",
         program="openhands",
-        arguments=("--headless", "--override-with-envs", "-t", "{task}"),
-        env={
-            "LLM_MODEL": "openai/{model}",
-            "LLM_API_KEY": "{key}",
-            "LLM_BASE_URL": "{url}",
-        },
+        arguments="--headless --override-with-envs -t {task}",
+        env={"LLM_MODEL": "openai/{model}", "LLM_API_KEY": "{key}", "LLM_BASE_URL": "{url}"},
         python=(3, 12),
     ),
     Installed(
         name="aider",
         package="aider-chat",
         program="aider",
-        arguments=("--model", "openai/{model}", "--yes-always", "--message", "{task}"),
+        arguments="--model openai/{model} --yes-always --message {task}",
         python=(3, 10),
         rewrites=True,
         says=(FILE.format("print("), FILE.format("print(5)")),
@@ -155,24 +149,15 @@ PROGRAMS: Final = (
         name="mini-swe-agent",
         package="mini-swe-agent",
         program="mini",
-        arguments=("-m", "openai/{model}", "-t", "{task}", "-y", "--exit-immediately"),
+        arguments="-m openai/{model} -t {task} -y --exit-immediately",
         env={"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
     ),
     Installed(
         name="smolagents",
         package="smolagents[openai,toolkit]",
         program="smolagent",
-        arguments=(
-            "{task}",
-            "--model-type",
-            "OpenAIModel",
-            "--model-id",
-            "{model}",
-            "--api-base",
-            "{url}",
-            "--api-key",
-            "{key}",
-        ),
+        arguments="{task} --model-type OpenAIModel --model-id {model} --api-base {url} "
+        "--api-key {key}",
         says=(CODE.format("print(2 + 3)"), CODE.format("final_answer(5)")),
     ),
 )

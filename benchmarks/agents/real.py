@@ -208,7 +208,7 @@ async def _in_sandbox(
         boxes = Sandboxes()
         handler: Program | None = None
         try:
-            command = [*stage(program, folder, Path(staged)), *filled(program.arguments, names)]
+            command = [*stage(program, folder, Path(staged)), *program.words(names)]
             words = " ".join(f'"{word.replace(chr(34), chr(92) + chr(34))}"' for word in command)
             given = dict(zip(program.env, filled(program.env.values(), names), strict=True))
             exports = [f"export {name}={_quoted(value)}" for name, value in given.items()]

@@ -77,9 +77,7 @@ def chat_codec() -> ChatCodec:
 
 @dataclass
 class Script:
-    """`generate` of a gateway: the texts in turn, then the last one again, each up to
-    the first stop text; a stream gets each token by itself.
-    """
+    """`generate` of a gateway: the texts in turn, then the last one again."""
 
     texts: Sequence[str]
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -95,30 +93,37 @@ class Script:
         text = self.texts[min(len(self.prompts), len(self.texts) - 1)]
         self.prompts.append(tokens)
         self.samplings.append(sampling)
-        ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
-        codec = chat_codec()
-        turn = codec.encode_literal(text[: min(ends)]) if ends else codec.encode_turn(text)
-        sampled = turn[: sampling.max_tokens]
-        logprobs = tuple(-0.5 - place / 1024 for place in range(len(sampled)))
-        for place, token in enumerate(sampled if on_tokens is not None else ()):
-            assert on_tokens is not None, "only a stream is reported"
-            delta = TokenDelta(
-                id=session,
-                start=place,
-                tokens=(token,),
-                logprobs=logprobs[place : place + 1],
-                versions=(VersionSpan(start=place, end=place + 1, version=0),),
-            )
-            on_tokens(delta)
-            await asyncio.sleep(0)
-        cut = len(sampled) == sampling.max_tokens < len(turn)
-        return GenerateResult(
+        return await say(session, text, sampling, on_tokens)
+
+
+async def say(
+    session: str, text: str, sampling: Sampling, on_tokens: OnTokens | None
+) -> GenerateResult:
+    """Return a turn of this text up to the first stop text, as an engine would."""
+    ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
+    codec = chat_codec()
+    turn = codec.encode_literal(text[: min(ends)]) if ends else codec.encode_turn(text)
+    sampled = turn[: sampling.max_tokens]
+    logprobs = tuple(-0.5 - place / 1024 for place in range(len(sampled)))
+    for place, token in enumerate(sampled if on_tokens is not None else ()):
+        assert on_tokens is not None, "only a stream is reported"
+        delta = TokenDelta(
             id=session,
-            tokens=sampled,
-            logprobs=logprobs,
-            versions=(VersionSpan(start=0, end=len(sampled), version=0),),
-            finish=FinishReason.LENGTH if cut else FinishReason.STOP,
+            start=place,
+            tokens=(token,),
+            logprobs=logprobs[place : place + 1],
+            versions=(VersionSpan(start=place, end=place + 1, version=0),),
         )
+        on_tokens(delta)
+        await asyncio.sleep(0)
+    cut = len(sampled) == sampling.max_tokens < len(turn)
+    return GenerateResult(
+        id=session,
+        tokens=sampled,
+        logprobs=logprobs,
+        versions=(VersionSpan(start=0, end=len(sampled), version=0),),
+        finish=FinishReason.LENGTH if cut else FinishReason.STOP,
+    )
 
 
 @dataclass

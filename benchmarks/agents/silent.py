@@ -120,10 +120,7 @@ def _places(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
             if len(place) == 1 and place[0] in WITHOUT_EFFECT:
                 return
             yield (*place, name), inner
-            if (
-                name not in ("parameters", "input_schema", "input", "function", "schema")
-                or not place
-            ):
+            if name not in SHOWN or not place:
                 yield from _places(inner, (*place, name))
     elif isinstance(value, list):
         kinds: set[Any] = set()

@@ -2,7 +2,6 @@
 down, and a record of the requests on their way to it.
 """
 
-import asyncio
 import contextlib
 import json
 import re
@@ -14,12 +13,12 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.agents.installed import Installed
-from benchmarks.agents.scripted import chat_codec
+from benchmarks.agents.scripted import chat_codec, say
 from rollweave.engine.clients.base import OnTokens
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.rollout.gateway.server import SessionRecording
-from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta, VersionSpan
+from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import SequenceCause
 
 SHELLS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -78,34 +77,10 @@ class Answers:
         **_: Any,
     ) -> GenerateResult:
         self.turns += 1
-        codec = chat_codec()
-        text = self.text(codec.decode(tokens))
+        text = self.text(chat_codec().decode(tokens))
         if sampling.constraint is not None:
             text = '{"title": "Five"}'
-        ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
-        turn = codec.encode_literal(text[: min(ends)]) if ends else codec.encode_turn(text)
-        sampled = turn[: sampling.max_tokens]
-        span = (VersionSpan(start=0, end=len(sampled), version=0),)
-        logprobs = (-0.5,) * len(sampled)
-        if on_tokens is not None:
-            half = max(1, len(sampled) // 2)
-            on_tokens(
-                TokenDelta(
-                    id=session,
-                    start=0,
-                    tokens=sampled[:half],
-                    logprobs=logprobs[:half],
-                    versions=(VersionSpan(start=0, end=half, version=0),),
-                )
-            )
-            await asyncio.sleep(0)
-        return GenerateResult(
-            id=session,
-            tokens=sampled,
-            logprobs=logprobs,
-            versions=span,
-            finish=FinishReason.STOP,
-        )
+        return await say(session, text, sampling, on_tokens)
 
 
 @dataclass

@@ -1,25 +1,18 @@
 """Bench `agents`: what each API of the gateway honors and refuses, as the table of
-`docs/GATEWAY.md` says; and programs with the vendors' own clients, token-exact.
+`docs/GATEWAY.md` says.
 """
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from benchmarks.agents import bench
-from benchmarks.agents.clients import PROGRAMS, Adder, Program, try_program
 from benchmarks.agents.feature_table import FEATURES
 from benchmarks.agents.features import Feature, Outcome, never, try_feature
 from benchmarks.agents.installed import PROGRAMS as INSTALLED
 from benchmarks.agents.real import bench_real
-from benchmarks.agents.scripted import CALL, scripted
 from benchmarks.agents.silent import silent_fields
 from benchmarks.agents.standing import Seen
 from benchmarks.agents.wire import BODIES
-from rollweave.schema.work import SequenceCause
 
 PAGE = Path(__file__).parents[2] / "docs" / "GATEWAY.md"
 
@@ -44,51 +37,11 @@ async def test_a_field_that_is_ignored_would_be_seen() -> None:
     assert (await try_feature(unnamed, "chat")).outcome is Outcome.FAILED
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("program", PROGRAMS, ids=[program.name for program in PROGRAMS])
-async def test_a_program_runs_unchanged_and_token_exact(program: Program) -> None:
-    cells = await try_program(program)
-    outcomes = {name: cell.outcome for name, cell in cells.items()}
-    other = {"n of 2": Outcome.REFUSED}
-    assert outcomes == {name: other.get(name, Outcome.WORKS) for name in cells}, cells
-
-
-async def test_a_program_that_rewrites_begins_a_sequence() -> None:
-    """The other way round, a program is found that should append and does not."""
-    (program,) = (each for each in PROGRAMS if each.name == "openai (chat)")
-
-    async def rewrites(gateway: Any, tool: Adder, streamed: bool) -> str:
-        answer = await program.run(gateway, tool, streamed)
-        from openai import AsyncOpenAI
-
-        history: list[Any] = [
-            {"role": "user", "content": "What is 2 + 3?"},
-            {"role": "assistant", "content": "I forgot."},
-            {"role": "user", "content": "And?"},
-        ]
-        key = gateway.access.token
-        async with AsyncOpenAI(base_url=gateway.base_url, api_key=key) as client:
-            await client.chat.completions.create(model="any", messages=history, tools=[])
-        return answer
-
-    async with scripted(CALL, "It is 5.") as gateway:
-        await rewrites(gateway, Adder(), False)
-        first, second = gateway.sequences()
-    assert len(first.turns) == 2
-    assert second.origin is not None
-    assert second.origin.cause is SequenceCause.HISTORY_EDITED
-    cells = await try_program(Program("x", rewrites))
-    assert cells["tools"].outcome is Outcome.FAILED
-    assert "history_edited" in cells["tools"].detail
-
-
 def test_the_bench_finds_nothing_that_is_ignored_silently() -> None:
     result = bench.bench_agents(quick=True, progress=lambda _: None)
     assert result.figures["silently_ignored"] == result.figures["failed"] == 0
     assert not result.broken
-    assert result.figures["programs"] == len(PROGRAMS)
     assert {feature.name for feature in FEATURES} <= result.conditions.keys()
-    assert asyncio.run(bench.ask_apis()).keys() == {"chat", "completions", "responses", "messages"}
 
 
 def test_the_bench_of_installed_programs_says_why_it_runs_none(tmp_path: Path) -> None:
