@@ -1,17 +1,22 @@
 """The harness of all benches: contenders in turn, programs, slow moves, and ratios."""
 
 import contextlib
+import ctypes
 import functools
 import json
+import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from benchmarks.contract import Figure
+from rollweave.io.boot import PR_SET_PDEATHSIG
+from rollweave.io.locked_folders import temporary_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,11 +73,35 @@ def rounded(value: Figure) -> Figure:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Yield a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as folder:
-        yield Path(folder)
+def scratch_folder() -> contextlib.AbstractContextManager[Path]:
+    """Return a temporary folder; the next bench removes those of killed benches."""
+    return temporary_folder("rollweave-bench-")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a program of this checkout, which precedes an installed
+    package.
+    """
+    paths = (str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+
+
+def die_with_us() -> None:
+    """Let the kernel end a child that is about to start when this process ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the seconds of CPU that a process has used. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def program(module: str, *arguments: str, limit_s: float) -> Any:

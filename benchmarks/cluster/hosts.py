@@ -6,7 +6,6 @@ killed.
 """
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import IO, Self, TypeVar
 
 from benchmarks.contract import Result
-from benchmarks.harness import Progress
+from benchmarks.harness import Progress, die_with_us, environment
 from benchmarks.network import Network
-from benchmarks.soak.run_under_test import die_with_us, source_path
 from rollweave.io.locked_folders import remove_stale, temporary_folder
 from rollweave.runtime.hosts.agent import FOLDER_PREFIX
 
@@ -92,7 +90,7 @@ class Hosts:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of processes on the hosts, controllers included."""
-        return {**os.environ, "PYTHONPATH": source_path(), "TMPDIR": str(self.scratch)}
+        return environment(TMPDIR=str(self.scratch))
 
     def launch(
         self, host: int, command: Sequence[str], output: IO[bytes]

@@ -4,7 +4,6 @@ was, and what became of its trajectories.
 
 import contextlib
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.hosts import CONTROLLERS, Hosts
+from benchmarks.harness import cpu_s
 from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
@@ -32,8 +32,6 @@ PATIENCE_S = 900.0
 
 CLOCKS_S = 0.2
 """Error of a time of a run's line on this process's clock, in seconds."""
-
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class LineFollower:
@@ -95,7 +93,7 @@ class ClusterRun(RunUnderTest):
         if len(self._of("step")) > before:
             turns = sum(int(line["turns"]) for line in self._of("step"))
             with contextlib.suppress(OSError):
-                self._cpu.append((turns, _cpu_s(self.pid)))
+                self._cpu.append((turns, cpu_s(self.pid)))
 
     @property
     def failed(self) -> bool:
@@ -266,9 +264,3 @@ def _named(host: str) -> str:
 def lost_trajectories(account: dict[str, Any]) -> int:
     """Return the trajectories that ended because a host or controller was lost."""
     return sum(account["dropped"].get(reason, 0) for reason in LOST_REASONS)
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the seconds of CPU that a process has used. Raises OSError."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS

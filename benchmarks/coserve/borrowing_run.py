@@ -4,15 +4,13 @@ an engine of its own beside the lent one.
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.cluster.run import ClusterRun
-from benchmarks.coserve.serving_engine import ROOT
-from benchmarks.soak.run_under_test import die_with_us, source_path
+from benchmarks.harness import die_with_us, environment, free_port
 from rollweave.schema.config.root import RunConfig
 
 END_S = 120.0
@@ -74,7 +72,7 @@ class BorrowingRun(ClusterRun):
     """A run and the agent of its own host. As a context it is started."""
 
     def __init__(self, directory: Path, **sections: Any) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         super().__init__(configuration(directory, self.port, **sections))
         self._directory = directory
 
@@ -87,7 +85,6 @@ class BorrowingRun(ClusterRun):
         super().__enter__()
         self.start()
         _make_nice(self.pid)
-        paths = os.pathsep.join((str(ROOT), source_path()))
         with (self._directory / "agent.out").open("wb") as output:
             self._agent = subprocess.Popen(
                 [
@@ -97,7 +94,7 @@ class BorrowingRun(ClusterRun):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_us,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env=environment(OMP_NUM_THREADS="1"),
             )
         _make_nice(self._agent.pid)
         return self
@@ -120,13 +117,6 @@ class BorrowingRun(ClusterRun):
         Raises RollweaveError where it fails.
         """
         return self.stop(END_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _make_nice(pid: int) -> None:

@@ -7,17 +7,15 @@ input, and writes a `LoadReport` to its standard output, both as JSON.
 
 import asyncio
 import math
-import os
 import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import aiohttp
 import msgspec
 
-from benchmarks.soak.run_under_test import die_with_us, source_path
+from benchmarks.harness import die_with_us, environment
 from rollweave.engine.clients.dialects import GENERATE_PATH
 from rollweave.schema.base import Struct
 from rollweave.schema.packing import as_json
@@ -37,8 +35,6 @@ BURST = 10
 
 ANSWER_S = 120.0
 """Maximum seconds of an answer."""
-
-ROOT = Path(__file__).parents[2]
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):
@@ -145,12 +141,11 @@ def generate(plan: LoadPlan) -> LoadReport:
     Raises subprocess.CalledProcessError where that fails.
     """
     command = [sys.executable, "-m", "benchmarks.coserve.load"]
-    paths = os.pathsep.join((str(ROOT), source_path()))
     done = subprocess.run(
         command,
         input=msgspec.json.encode(plan),
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
+        env=environment(),
         preexec_fn=die_with_us,
         check=True,
     )

@@ -4,7 +4,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,22 +16,16 @@ from typing import Any, Self
 import transformers
 
 from benchmarks.coserve.cores import Cores
-from benchmarks.engine.models import ModelCase, random_model
-from benchmarks.soak.run_under_test import children_of, die_with_us, source_path
+from benchmarks.engine.models import ModelCase, random_model, sizes
+from benchmarks.harness import die_with_us, environment
+from benchmarks.soak.run_under_test import children_of
 from rollweave.schema.errors import RollweaveError
 
 MODEL = ModelCase(
     name="serving",
-    config={
-        "vocab_size": 4096,
-        "hidden_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 1152,
-        "max_position_embeddings": 2048,
-    },
+    config=sizes(
+        vocab=4096, hidden=384, layers=4, heads=6, kv_heads=2, head=64, ffn=1152, context=2048
+    ),
     prompt=0,
     output=0,
     repeats=0,
@@ -50,8 +43,6 @@ POLL_S = 0.05
 
 END_S = 30.0
 """Maximum seconds for the engine to end, and to answer a request for its state."""
-
-ROOT = Path(__file__).parents[2]
 
 
 def save_model(directory: Path) -> Path:
@@ -78,14 +69,13 @@ class ServingEngine:
         self.engine_pid = 0
 
     def __enter__(self) -> Self:
-        paths = os.pathsep.join((str(ROOT), source_path()))
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 self._command,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 preexec_fn=die_with_us,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env=environment(OMP_NUM_THREADS="1"),
             )
         assert self.process.stdout is not None
         # before it measures its steps

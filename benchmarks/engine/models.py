@@ -25,6 +25,33 @@ class ModelCase:
     repeats: int
 
 
+def sizes(
+    *,
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head: int,
+    ffn: int,
+    context: int = 4096,
+) -> dict[str, int]:
+    """Return the sizes of a Qwen3 model under the names of its configuration."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "intermediate_size": ffn,
+        "max_position_embeddings": context,
+    }
+
+
+TINY_CONFIG = sizes(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head=32, ffn=192)
+
+
 def model_cases(*, quick: bool) -> list[ModelCase]:
     """Return a model of the demo's size (hidden 64, 2 layers) and one of 100 million
     parameters.
@@ -32,41 +59,15 @@ def model_cases(*, quick: bool) -> list[ModelCase]:
     Heads are at least 32 wide, where the demo has 16: vLLM's attention on a CPU
     supports no narrower ones.
     """
-    tiny = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    tiny |= {"head_dim": 32, "intermediate_size": 192, "max_position_embeddings": 4096}
-    large = {
-        "vocab_size": 32768,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    }
-    large |= {
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 2048,
-        "max_position_embeddings": 4096,
-    }
+    large = sizes(vocab=32768, hidden=768, layers=12, heads=12, kv_heads=4, head=64, ffn=2048)
+    if quick:
+        return [
+            ModelCase(name="tiny", config=TINY_CONFIG, prompt=64, output=64, repeats=3),
+            ModelCase(name="100m", config=large, prompt=32, output=6, repeats=1),
+        ]
     return [
-        ModelCase(
-            name="tiny",
-            config=tiny,
-            prompt=64,
-            output=64 if quick else 128,
-            repeats=3 if quick else 7,
-        ),
-        ModelCase(
-            name="100m",
-            config=large,
-            prompt=32 if quick else 64,
-            output=6 if quick else 32,
-            repeats=1 if quick else 5,
-        ),
+        ModelCase(name="tiny", config=TINY_CONFIG, prompt=64, output=128, repeats=7),
+        ModelCase(name="100m", config=large, prompt=64, output=32, repeats=5),
     ]
 
 
@@ -85,15 +86,9 @@ def random_model(case: ModelCase) -> Any:
 
 def kv_bytes(case: ModelCase, tokens: int) -> int:
     """Return the bytes of `tokens` cached tokens in float32."""
-    sizes = case.config
-    return (
-        tokens
-        * 2
-        * 4
-        * sizes["num_hidden_layers"]
-        * sizes["num_key_value_heads"]
-        * sizes["head_dim"]
-    )
+    config = case.config
+    numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 4 * tokens * numbers
 
 
 def prompt(case: ModelCase, seed: int, *, length: int | None = None) -> tuple[int, ...]:

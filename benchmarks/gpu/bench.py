@@ -8,7 +8,6 @@ as suffix.
 
 import contextlib
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,24 +16,9 @@ import torch
 
 from benchmarks.contract import Figure, Result
 from benchmarks.gpu.cases import CASES, TINY, GpuCase, write_checkpoint
-from benchmarks.gpu.subject import (
-    ATTENTION,
-    DECODE,
-    KV,
-    MEMORY,
-    SHARED,
-    TOGETHER,
-    TRAIN,
-    Subject,
-)
+from benchmarks.gpu.subject import DECODE, KV, SHARED, TOGETHER, TRAIN, Subject
 from benchmarks.harness import Progress, scratch_folder
 from rollweave.schema.errors import RollweaveError
-
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
-"""Bytes that are copied to measure the memory's bandwidth."""
-
-MATRIX = {"cuda": 8192, "cpu": 512}
-"""Rows and columns of the matrices that are multiplied to measure the peak."""
 
 
 def bench_gpu(*, quick: bool, progress: Progress) -> Result:
@@ -53,19 +37,10 @@ def measure(cases: Sequence[GpuCase], *, device: str, progress: Progress) -> Res
     if device == "cpu":
         conditions["device"] = "cpu: there is no CUDA device"
         conditions["decode_tokens_per_s"] = "the variants are the same engine on a CPU"
-        conditions["train_peak_bytes"] = "with 64 MiB of buffers for publishing"
-        conditions["train_peak_bytes_optimizer"] = "moments are in the host's memory anyway"
-    with _part("peaks", PEAKS, "", figures, conditions, progress):
-        figures |= _peaks(device)
     for case in cases:
         conditions[case.name] = {"dtype": case.dtype, **case.config}
         _measure_case(case, device, figures, conditions, progress)
-    for name in (name for name, value in figures.items() if value is None):
-        conditions.setdefault(name, "the device's peak was not measured")
     return Result(bench="gpu", figures=figures, conditions=conditions)
-
-
-PEAKS = ("copy_gb_per_s", "matmul_tflops")
 
 
 def _measure_case(
@@ -81,13 +56,10 @@ def _measure_case(
         with _part("checkpoint", (), at, figures, conditions, progress):
             write_checkpoint(path, case, device)
         subject = Subject(case, path, scratch, device)
-        peaks = {name: figures.get(name) for name in PEAKS}
         works: list[tuple[str, Sequence[str], Callable[[], dict[str, Figure]]]] = [
-            ("engine", DECODE, lambda: subject.decode(peaks)),
-            ("attention", ATTENTION, subject.attention),
+            ("engine", DECODE, subject.decode),
             ("KV", KV, subject.kv),
             ("trainer", TRAIN, subject.train),
-            ("memory", MEMORY, subject.memory),
             ("sharing", SHARED, subject.shared),
         ]
         for name, keys, work in works:
@@ -111,7 +83,7 @@ def _part(
     except (RollweaveError, RuntimeError, OSError, ValueError, AssertionError) as error:
         reason = f"{type(error).__name__}: {error}"
         for key in keys:
-            full = f"{key}_{model}" if model else key
+            full = f"{key}_{model}"
             if figures.setdefault(full, None) is None:
                 conditions[full] = reason
         progress(f"{model} {name}: {reason}".strip())
@@ -121,33 +93,3 @@ def _part(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _peaks(device: str) -> dict[str, Figure]:
-    """Return what the device reaches in a large copy, and in a large product."""
-    source = torch.empty(COPY_BYTES[device], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    size = MATRIX[device]
-    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    copy_s = _best_s(device, lambda: target.copy_(source))
-    product_s = _best_s(device, lambda: torch.mm(left, left))
-    return {
-        "copy_gb_per_s": 2 * len(source) / copy_s / 1e9,
-        "matmul_tflops": 2 * size**3 / product_s / 1e12,
-    }
-
-
-def _best_s(device: str, work: Callable[[], object], repeats: int = 5) -> float:
-    best = math.inf
-    for _ in range(repeats):
-        _synchronize(device)
-        started = time.perf_counter()
-        work()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.engine.models import TINY_CONFIG, sizes
 from rollweave.weights.checkpoint import read_shape
 
 SHARD_BYTES = 4 << 30
@@ -30,30 +31,21 @@ class GpuCase:
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, int]:
-    return {
-        "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": ffn,
-        "max_position_embeddings": 40_960,
-    }
+    return sizes(
+        vocab=151_936,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        head=128,
+        ffn=ffn,
+        context=40_960,
+    )
 
 
 TINY = GpuCase(
     name="tiny",
-    config={
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "intermediate_size": 192,
-        "max_position_embeddings": 4096,
-    },
+    config=TINY_CONFIG,
     prompt=16,
     output=16,
     prefill=64,

@@ -2,21 +2,33 @@
 ways of weights and KV.
 """
 
+import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
+from benchmarks.batches import random_batch
 from benchmarks.contract import Figure
 from benchmarks.engine.harness import Harness
-from benchmarks.gpu.device import CONCURRENCY, LONG, Device, peak_bytes, published
+from benchmarks.gpu.cases import GpuCase
+from rollweave.engine.needs import engine_needs
+from rollweave.io.machine import gpu_memory, memory_bytes
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import EngineError
+from rollweave.schema.needs import Need
 from rollweave.schema.serving import (
+    EngineSpec,
     ExportKv,
+    GenerateRequest,
     ImportKv,
     KvExported,
     KvImported,
@@ -24,20 +36,25 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     ReleaseKv,
+    Sampling,
     Stage,
     Staged,
 )
+from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.weights import NUMBER_BYTES
+from rollweave.train.needs import rank_needs
+from rollweave.train.trainer import Trainer
+from rollweave.weights.checkpoint import ModelShape, read_shape
+
+CONCURRENCY = (1, 16, 64)
+"""Numbers of requests that an engine decodes at once."""
+
+LONG = 4
+"""Number of requests that decode after a long prompt."""
 
 TOGETHER = 16
 """Number of requests of each engine where engines or a trainer share the device."""
 
-DECODE = (
-    *(f"tokens_per_s_{count}" for count in CONCURRENCY),
-    "decode_bandwidth_share",
-    "prefill_tokens_per_s",
-    "prefill_flops_share",
-)
 OVER: tuple[KvTransport, ...] = ("shm", "tcp")
 KV = ("kv_bytes", *(f"kv_{what}_s_{over}" for over in OVER for what in ("export", "import")))
 TRAIN = (
@@ -49,15 +66,6 @@ TRAIN = (
     "swap_s",
     "weights_bytes",
 )
-SAVINGS: dict[str, tuple[str, ...]] = {
-    "": (),
-    "_activations": ("activations",),
-    "_optimizer": ("optimizer",),
-    "_both": ("activations", "optimizer"),
-}
-"""Suffix of a figure → `trainer.save_memory`."""
-
-MEMORY = tuple(f"{what}{saved}" for what in ("train_peak_bytes", "train_s") for saved in SAVINGS)
 VARIANTS: dict[str, dict[str, Any]] = {
     "gathered": {"paged_attention": False},
     "kernel": {"cuda_graphs": False},
@@ -71,46 +79,107 @@ and that kernel in CUDA graphs.
 REPEATS = 3
 """Number of measurements of each; the first one is a warm-up."""
 
-ATTENTION = tuple(
-    f"{figure}_{load}"
-    for load in (*CONCURRENCY, "long")
-    for figure in (
-        *(f"decode_tokens_per_s_{variant}" for variant in VARIANTS),
-        "kernel_over_gathered",
-        "graphs_over_kernel",
-    )
+DECODE = (
+    "prefill_tokens_per_s",
+    *(
+        f"{figure}_{load}"
+        for load in (*CONCURRENCY, "long")
+        for figure in (
+            *(f"decode_tokens_per_s_{variant}" for variant in VARIANTS),
+            "kernel_over_gathered",
+            "graphs_over_kernel",
+        )
+    ),
 )
 SHARED = ("two_engines_over_one", "beside_trainer_over_alone", "train_beside_engine_over_alone")
 
 
-class Subject(Device):
-    """The measurements of a device."""
+class Subject:
+    """One model on a device, which an engine and a trainer share."""
 
-    def decode(self, peaks: Mapping[str, Figure]) -> dict[str, Figure]:
-        """Return output tokens per second, and the shares of the device's peaks."""
-        case, shape = self._case, self._shape
-        self._must_fit(self._engine_needs())
-        figures: dict[str, Figure] = {}
-        with Harness(self._spec) as engine:
-            self._rate(engine, 1)  # warm-up
-            for count in CONCURRENCY:
-                figures[f"tokens_per_s_{count}"] = self._rate(engine, count)
-            requests = [self._request(case.prefill, 1) for _ in range(4)]
-            started = time.perf_counter()
-            engine.generate(requests)
-            elapsed = time.perf_counter() - started
-        computed = sum(len(request.tokens) for request in requests)
-        figures["prefill_tokens_per_s"] = computed / elapsed
-        read = shape.parameters() * NUMBER_BYTES[case.dtype]
-        single = figures[f"tokens_per_s_{CONCURRENCY[0]}"]
-        assert isinstance(single, float)
-        figures["decode_bandwidth_share"] = _over(single * read / 1e9, peaks["copy_gb_per_s"])
-        flops = 2 * computed * (shape.parameters() - shape.vocab * shape.hidden)
-        figures["prefill_flops_share"] = _over(flops / elapsed / 1e12, peaks["matmul_tflops"])
-        return figures
+    def __init__(self, case: GpuCase, path: Path, scratch: Path, device: str) -> None:
+        self._case, self._path, self._scratch, self._device = case, path, scratch, device
+        self._seeds = itertools.count(1)
+        tokens = max(CONCURRENCY) * 2 * (case.prompt + case.output) + LONG * case.prefill
+        self._spec = EngineSpec(
+            id=EngineId("bench"),
+            model=str(path),
+            device=device,
+            dtype=case.dtype,
+            max_slots=max(CONCURRENCY),
+            kv_tokens=-(-tokens // 16) * 16,
+            prefill_chunk_tokens=max(512, case.prefill),
+        )
 
-    def attention(self) -> dict[str, Figure]:
-        """Return output tokens per second of each way of decoding, measured in turn."""
+    @functools.cached_property
+    def _shape(self) -> ModelShape:
+        return read_shape(self._path)
+
+    def _request(self, prompt: int, output: int) -> GenerateRequest:
+        seed = next(self._seeds)
+        generator = torch.Generator().manual_seed(seed)
+        vocab = self._case.config["vocab_size"]
+        tokens = torch.randint(1, vocab, (prompt,), generator=generator).tolist()
+        sampling = Sampling(temperature=1.0, max_tokens=output, seed=seed)
+        return GenerateRequest(id=str(seed), tokens=tuple(tokens), sampling=sampling)
+
+    def _rate(self, engine: Harness, count: int, *, prompt: int | None = None) -> float:
+        """Return output tokens per second, prefill included."""
+        case = self._case
+        requests = [self._request(prompt or case.prompt, case.output) for _ in range(count)]
+        started = time.perf_counter()
+        engine.generate(requests)
+        return count * case.output / (time.perf_counter() - started)
+
+    def _config(self) -> RunConfig:
+        case = self._case
+        return RunConfig.model_validate(
+            {
+                "run": {"name": "bench"},
+                "model": {"path": str(self._path), "dtype": case.dtype, "device": self._device},
+                "tasks": [{"env": "none", "max_tokens": case.train}],
+                "rollout": {"groups_per_step": 2, "group_size": 4},
+                "trainer": {"micro_tokens": 4 * case.train},
+                "engines": {
+                    "kv_tokens": max(self._spec.kv_tokens, -(-case.train // 16) * 16),
+                    "max_slots": self._spec.max_slots,
+                },
+            }
+        )
+
+    def _trainer(self) -> Trainer:
+        self._trained = 0
+        return Trainer(self._config(), self._path, self._scratch)
+
+    def _step(self, trainer: Trainer) -> int:
+        """Train on a batch; return its tokens."""
+        step, self._trained = self._trained, self._trained + 1
+        vocab, length = self._case.config["vocab_size"], self._case.train
+        batch = random_batch(step, vocab=vocab, length=length, groups=2, members=4)
+        reply = trainer.handle(TrainOn(batch=batch))
+        if not isinstance(reply, Trained):
+            raise EngineError(f"the step must be trained, got {reply}")
+        return int(reply.metrics.values["input_tokens"])
+
+    def _engine_needs(self) -> list[Need]:
+        config = self._config()
+        return engine_needs(config, self._shape, config.engines[0])
+
+    def _rank_needs(self) -> list[Need]:
+        return rank_needs(self._config(), self._shape, rank=0)
+
+    def _must_fit(self, needs: Sequence[Need]) -> None:
+        """Raise EngineError if the device lacks this memory."""
+        on_device = self._device != "cpu"
+        needed = sum(need.nbytes for need in needs if need.on_device or not on_device)
+        free = gpu_memory(self._device)[1] if on_device else memory_bytes()[1]
+        if needed > free:
+            raise EngineError(f"the device must have {needed >> 20} MiB free, got {free >> 20}")
+
+    def decode(self) -> dict[str, Figure]:
+        """Return output tokens per second of each way of decoding, measured in turn,
+        and tokens of prompts per second.
+        """
         self._must_fit(self._engine_needs() * len(VARIANTS))
         figures: dict[str, Figure] = {}
         with ExitStack() as stack:
@@ -131,6 +200,11 @@ class Subject(Device):
                     f"kernel_over_gathered_{load}": best["kernel"] / best["gathered"],
                     f"graphs_over_kernel_{load}": best["graphs"] / best["kernel"],
                 }
+            requests = [self._request(self._case.prefill, 1) for _ in range(LONG)]
+            started = time.perf_counter()
+            engines["graphs"].generate(requests)
+            computed = sum(len(request.tokens) for request in requests)
+            figures["prefill_tokens_per_s"] = computed / (time.perf_counter() - started)
         return figures
 
     def kv(self) -> dict[str, Figure]:
@@ -193,25 +267,6 @@ class Subject(Device):
             "weights_bytes": result.manifest.nbytes,
         }
 
-    def memory(self) -> dict[str, Figure]:
-        """Return what each way of saving the trainer's memory saves on the device, and
-        the seconds that a step takes with it.
-        """
-        self._must_fit(self._rank_needs())
-        figures: dict[str, Figure] = {}
-        for suffix, savings in SAVINGS.items():
-
-            def steps(savings: tuple[str, ...] = savings) -> float:
-                with closing(self._trainer(savings)) as trainer:
-                    self._step(trainer)  # warm-up
-                    started = time.perf_counter()
-                    self._step(trainer)
-                    return time.perf_counter() - started
-
-            peak, _ = peak_bytes(self._device, steps)
-            figures |= {f"train_peak_bytes{suffix}": peak, f"train_s{suffix}": steps()}
-        return figures
-
     def shared(self) -> dict[str, Figure]:
         """Return what remains of the rates of two engines, and of an engine beside a
         trainer, on one device.
@@ -256,13 +311,16 @@ class Subject(Device):
         }
 
 
+def published(trainer: Trainer, version: int) -> Published:
+    reply = trainer.handle(Publish(version=version, publication_id=version))
+    if not isinstance(reply, Published):
+        raise EngineError(f"weights must be published, got {reply}")
+    return reply
+
+
 def _at_once(*works: Callable[[], float]) -> list[float]:
     """Run functions on a thread each, and return what they return. Raises the first
     error.
     """
     with ThreadPoolExecutor(len(works)) as pool:
         return [done.result() for done in [pool.submit(work) for work in works]]
-
-
-def _over(value: float, peak: Figure) -> Figure:
-    return value / peak if isinstance(peak, float) else None

@@ -40,6 +40,11 @@ class Lineage:
                 self._requested[command.step, command.part] = ids
 
     @property
+    def steps(self) -> list[int]:
+        """Return the trained steps, in order."""
+        return sorted({step for step, _ in self._trained})
+
+    @property
     def ids(self) -> list[TrajectoryId]:
         """Return the trajectories of all steps, in their order."""
         return [member for place in sorted(self._trained) for member in self._trained[place]]

@@ -7,7 +7,6 @@ training can be reconstructed.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -18,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.harness import die_with_us, environment
 from benchmarks.soak.lineage import Lineage, versions_of
 from rollweave.envs.tasks import rules_of
-from rollweave.io.boot import INTERRUPTED, PR_SET_PDEATHSIG
+from rollweave.io.boot import INTERRUPTED
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
@@ -92,11 +92,10 @@ class RunUnderTest:
         command += [argument for setting in settings for argument in ("--set", setting)] + (
             ["--resume"] if resume else []
         )
-        env = {**os.environ, **self.env, "PYTHONPATH": source_path()}
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
-                env=env,
+                env=environment(**self.env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -255,18 +254,6 @@ class StepCounter:
                 entry = json.loads(line)
                 if entry["kind"] == "step":
                     self.count, self.last = self.count + 1, entry["step"]
-
-
-def source_path() -> str:
-    """Return the PYTHONPATH of this checkout, which precedes an installed one."""
-    ours = str(Path(__file__).parents[2] / "src")
-    return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
-
-
-def die_with_us() -> None:
-    """Let the kernel end the future controller when this process ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def children_of(controller: int, module: str = "rollweave.") -> list[int]:

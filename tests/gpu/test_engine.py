@@ -78,11 +78,6 @@ def test_a_device_that_is_not_there_is_refused(path: str) -> None:
         drive(of, [request("r", PROMPTS[0], max_tokens=2)])
 
 
-def test_a_missing_model_is_refused(device: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"config\.json must be readable"):
-        drive(spec(str(tmp_path), device=device), [request("r", PROMPTS[0], max_tokens=2)])
-
-
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     """The runners of the engines that a test drives."""

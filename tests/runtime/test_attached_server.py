@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import free_port
 from rollweave.runtime.preflight.dryrun import plan
 from rollweave.schema.config.model import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.runtime.lost_servers import EXACT, serving
 from tests.support.real_runs import Lineage, check_totals, lake, lines, living
 from tests.support.sglang import start_sglang_server
-from tests.support.vllm_server import SECRET, free_port, start_vllm_server
+from tests.support.vllm_server import SECRET, start_vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

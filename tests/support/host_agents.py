@@ -5,7 +5,6 @@ all.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.harness import free_port
 from rollweave.schema.hosts import Programs
 from tests.support.fake_runs import FAKES
 from tests.support.forking import Forked
@@ -26,13 +26,6 @@ SECRET = "a secret of the tests"
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Agents:

@@ -18,6 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks.soak.lineage import Lineage as Journals
+from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import children_of
 from rollweave.cli import main as cli
 from rollweave.core.core import Core
@@ -26,10 +28,8 @@ from rollweave.core.state import EngineStatus, TrainerStatus
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.runtime import launch
-from rollweave.schema.commands import TrainStep
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import StepTrained
 from tests.support.forking import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -186,13 +186,7 @@ def summary(config: RunConfig) -> dict[str, Any]:
     """Return summary.json, whose account balances with nothing in flight."""
     content: dict[str, Any] = json.loads((run_dir(config) / "summary.json").read_text())
     account = content["account"]
-    ends = (
-        account["trained"]
-        + sum(account["dropped"].values())
-        + account["cancelled"]
-        + account["buffered"]
-    )
-    assert (account["started"], account["in_flight"]) == (ends, 0)
+    assert (unaccounted(account, trained=account["trained"]), account["in_flight"]) == (0, 0)
     return content
 
 
@@ -250,36 +244,23 @@ def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 0
     assert window is None or summary_["staleness_max"] <= window
 
 
-class Lineage:
+class Lineage(Journals):
     """The trained steps, from the journals of all lives: a resumed run begins its
     journal again.
     """
 
-    def __init__(self) -> None:
-        self._steps: dict[int, tuple[str, ...]] = {}
-
     def take(self, config: RunConfig) -> None:
         """Read the journal as it is at a life's end."""
-        replay = Replay(run_dir(config) / "journal.bin", config)
-        counts_requested: dict[int, tuple[str, ...]] = {}
-        for _, event, commands in replay:
-            if isinstance(event, StepTrained):
-                self._steps[event.step] = counts_requested[event.step]
-            for command in commands:
-                if isinstance(command, TrainStep):
-                    counts_requested[command.step] = tuple(
-                        member for group in command.groups for member in group.trajectory_ids
-                    )
-        assert replay.differing == 0
-        replay.core.check()
+        self.read(Replay(run_dir(config) / "journal.bin", config))
+        assert self.differing == 0
 
     def check(self, steps: int) -> None:
         """Check that every step trained a whole batch, except for trajectories that
         became stale (see `check_totals`), and that none is in two steps of the
         surviving lineage.
         """
-        assert sorted(self._steps) == list(range(steps))
-        ids = [member for batch in self._steps.values() for member in batch]
+        ids = self.ids
+        assert self.steps == list(range(steps))
         assert len(ids) == len(set(ids))
         assert (steps - 1) * GROUPS * MEMBERS <= len(ids) <= steps * GROUPS * MEMBERS
 

@@ -1,11 +1,14 @@
 """Small models, configurations and batches for the trainer's tests."""
 
+import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.config.model import HEAD_DIM, ScratchModel
@@ -26,6 +29,8 @@ from rollweave.train import scratch
 from rollweave.train.packing import Example
 
 torch.set_num_threads(1)
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 
@@ -205,3 +210,16 @@ def make_examples(
             )
         )
     return examples
+
+
+def peak_bytes(work: Callable[[], T]) -> tuple[int, T]:
+    """Return the maximum of the bytes that torch allocates on the CPU in `work`, which
+    is profiled and takes longer, and its result.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = work()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes.sort(key=lambda change: change.start_ns())
+    return max(itertools.accumulate(change.nbytes() for change in changes)), result

@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -334,12 +333,6 @@ async def serve(arguments: argparse.Namespace) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", arguments.port).start()
         await engine.lost
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
 
 
 def attached_spec(

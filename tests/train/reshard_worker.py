@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 
-from benchmarks.gpu.device import peak_bytes
 from rollweave.schema.training import (
     Copied,
     Restore,
@@ -26,7 +25,7 @@ from rollweave.schema.training import (
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.model import load_model
 from rollweave.train.trainer import Trainer
-from tests.support.trainers import CPU, make_batch, make_config
+from tests.support.trainers import CPU, make_batch, make_config, peak_bytes
 from tests.train.rank_worker import CASE
 from tests.train.ranks import meet
 
@@ -77,7 +76,7 @@ def check_load(model_dir: Path, ranks: RankGroup) -> None:
     file is mapped, which counts as memory, too.
     """
     peak, model = peak_bytes(
-        "cpu", lambda: load_model(model_dir, dtype="float32", device=CPU, ranks=ranks)
+        lambda: load_model(model_dir, dtype="float32", device=CPU, ranks=ranks)
     )
     tensors = [4 * parameter.numel() for parameter in model.parameters()]
     share = 1.05 / ranks.world_size  # shards differ by up to a row

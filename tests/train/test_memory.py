@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.device import peak_bytes
 from rollweave.schema.training import Restore, Restored, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import load
 from rollweave.train.trainer import Trainer
-from tests.support.trainers import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config, make_model, peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[to
         batch = make_batch(number, step=number, groups=8, size=4)
         assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
 
-    peak, _ = peak_bytes("cpu", lambda: step(0))
+    peak, _ = peak_bytes(lambda: step(0))
     assert isinstance(trainer.handle(Save(path=str(run_dir / "c"))), Saved)
     step(1)
     assert isinstance(trainer.handle(Restore(path=str(run_dir / "c"))), Restored)

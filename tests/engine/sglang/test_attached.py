@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.harness import free_port
 from rollweave.engine.servers.attached import About, check_servers, objection
 from rollweave.engine.servers.sglang import SglangKind
 from rollweave.schema.errors import ConfigError, EngineLostError
@@ -24,7 +25,7 @@ from tests.support.server_engines import (
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
 from tests.support.sglang import start_sglang_server
-from tests.support.vllm_server import attached_spec, free_port
+from tests.support.vllm_server import attached_spec
 
 KIND = SglangKind()
 ABOUT = About(

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from benchmarks.harness import free_port
 from rollweave.engine.servers import attached
 from rollweave.engine.servers.attached import About, attach, check_servers, objection, server_token
 from rollweave.engine.servers.process import PLUGIN
@@ -33,7 +34,7 @@ from tests.support.server_engines import (
     streamed_tokens_are_of_the_weights_that_they_name,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
-from tests.support.vllm_server import attached_spec, free_port, start_vllm_server
+from tests.support.vllm_server import attached_spec, start_vllm_server
 
 ABOUT = About(
     protocol=1,

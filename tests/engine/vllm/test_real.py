@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.engine.vllm_server import START_S, VARIABLE
+from benchmarks.harness import free_port
 from rollweave.engine.servers.control import RefusedError
 from rollweave.engine.servers.process import PLUGIN, inherited
 from rollweave.engine.servers.vllm import TOKEN, VllmServer
@@ -47,7 +48,7 @@ from tests.support.server_engines import (
     tokens_are_sampled,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
-from tests.support.vllm_server import SECRET, attached_spec, free_port, running
+from tests.support.vllm_server import SECRET, attached_spec, running
 
 pytestmark = list(needs_vllm)
 

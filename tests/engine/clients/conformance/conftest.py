@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import free_port
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.clients.http import HttpEngine
 from rollweave.io.child import child_of
@@ -23,7 +24,7 @@ from tests.support.engines import (
     vllm_spec,
 )
 from tests.support.sglang import sglang_spec
-from tests.support.vllm_server import attached_spec, free_port, start_vllm_server
+from tests.support.vllm_server import attached_spec, start_vllm_server
 
 
 @pytest.fixture(scope="session")
