@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, median_ratio
-from benchmarks.runs import MeasuredRun, conditions_of, example, measure
+from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,11 @@ def bench_learning(name: str, *, seeds: int | None, quick: bool, progress: Progr
     path, overrides = example(goal.config), QUICK if quick else ()
     count = seeds if seeds is not None else 1 if quick else goal.seeds
     runs: dict[str, list[MeasuredRun]] = {suffix: [] for suffix in goal.variants}
-    for seed in range(count):
-        for suffix, variant in goal.variants.items():
-            run = measure(path, [*overrides, *variant, f"run.seed={seed}", f"run.name={name}"])
-            runs[suffix].append(run)
-            rates = ", ".join(
-                f"{task} {rate:.3f}" for task, rate in run.summary.success_rate.items()
-            )
-            progress(f"seed {seed}{suffix}: success {rates} after {run.trained_s:.0f} s")
+    settings = [*overrides, f"run.name={name}"]
+    for suffix, seed, _, run in interleaved(path, settings, goal.variants, range(count)):
+        runs[suffix].append(run)
+        rates = ", ".join(f"{task} {rate:.3f}" for task, rate in run.summary.success_rate.items())
+        progress(f"seed {seed}{suffix}: success {rates} after {run.trained_s:.0f} s")
     conditions = conditions_of(path, overrides) | {
         "seeds": list(range(count)),
         "target_success": dict(goal.targets),

@@ -5,7 +5,7 @@ Live, with paced engines as processes: one of an H800 and two of an H20, in sync
 steps. Both variants get the same tasks and samples, since engines are deterministic and
 nothing is learned, so that their trajectories must be the same, token by token. Runs
 are interleaved. The same with two real vLLM servers, if vLLM is installed with NIXL.
-Simulated, with the GPUs and models of RollArt's Table 5.
+(`rollweave reproduce rollart-table5` simulates RollArt's own GPUs and models.)
 """
 
 import os
@@ -36,7 +36,6 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import Programs
 from rollweave.train.scratch import build_checkpoint
-from rollweave_papers.rollart_parts import NODES, SIZES, phases_s
 
 GROUPS, MEMBERS = 4, 4
 
@@ -76,7 +75,6 @@ class PhasesPlan(Struct, frozen=True, kw_only=True):
 
     steps: int
     runs: int
-    batches: int
 
 
 class Servers(Struct, frozen=True, kw_only=True):
@@ -88,8 +86,8 @@ class Servers(Struct, frozen=True, kw_only=True):
     model: str
 
 
-FULL = PhasesPlan(steps=4, runs=2, batches=3)
-QUICK = PhasesPlan(steps=2, runs=1, batches=1)
+FULL = PhasesPlan(steps=4, runs=2)
+QUICK = PhasesPlan(steps=2, runs=1)
 
 
 def config(
@@ -181,12 +179,6 @@ def bench_phases(*, quick: bool, progress: Progress) -> Result:
         )
     wrong = (figures["token_mismatches"], figures["vllm_token_mismatches"])
     figures["token_mismatches"] = sum(count for count in wrong if isinstance(count, int))
-    for size in SIZES:
-        for nodes in ("2P2D",) if quick else tuple(NODES):
-            progress(f"simulated {size}, {nodes}")
-            seconds = phases_s(size, nodes, steps=plan.batches)
-            name = f"{size}_{nodes}".lower().replace("-", "_")
-            figures[f"sim_split_over_collocated_{name}"] = seconds.split / seconds.collocated
     return Result(bench="phases", figures=figures, conditions=conditions)
 
 
@@ -281,7 +273,6 @@ def _conditions(plan: PhasesPlan) -> dict[str, Any]:
         "split_over_collocated": "of rollouts, with long texts and with short ones",
         "prompt_ms": "mean time until the engine of a turn had the KV of its prompt; turns and "
         "split_turns count measured and all steps",
-        "simulated": f"rollouts of SWE with batch 128 (RollArt Table 5), mean of {plan.batches}",
         "load": f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this "
         "bench's included",
     }

@@ -120,16 +120,15 @@ def measured(
         "cost": f"{MODEL} on {GPU.upper()} by sim/cost, tensor parallel over {DEGREES}",
         "times": f"one core, medians of {rounds}, the slowest of the tasks; table given",
         "exact": "allocate: degrees, sizes and placement at once; place: homogeneous workers of "
-        "degree 1; place_mixed: the fleet that allocate chose; table: tabulate",
+        "degree 1",
         "anneal": "Alg. 2 with our search as placement; its schedule is assumed. "
         "speedup_over_anneal: with eq. 3 as placement, short trajectories in runs of "
         f"{CHUNK}; the paper reports 0.036 s a placement and 5.0 s in all, on another machine",
-        "simulated_s": f"tasks {', '.join(DOMAINS)}; tokens only, no tools; dealt: the sorted list "
-        "is dealt out in turn; spread: exact on a table from even samples of all lengths",
+        "simulated_s": f"tasks {', '.join(DOMAINS)}; tokens only, no tools",
     }
     ratios: list[float] = []
     for count, gpus in cases:
-        ratios += _case(count, gpus, rounds, figures, conditions)
+        ratios += _case(count, gpus, rounds, figures)
     figures["anneal_over_exact_cost_min"] = min(ratios)
     figures["anneal_over_exact_cost_median"] = statistics.median(ratios)
     figures["anneal_over_exact_cost_max"] = max(ratios)
@@ -150,41 +149,28 @@ def _anneal(
     )
 
 
-def _case(
-    count: int, gpus: int, rounds: int, figures: dict[str, Figure], conditions: dict[str, Any]
-) -> list[float]:
+def _case(count: int, gpus: int, rounds: int, figures: dict[str, Figure]) -> list[float]:
     """Measure one case, and return how much slower every annealed allocation is than
     the exact one.
     """
     suffix = f"_{count}_{gpus}"
     times: dict[str, list[float]] = {}
     ratios: list[float] = []
-    proven: list[bool] = []
     for domain in DOMAINS:
         drawn = draw_workload(domain, count)
         cost, lengths = drawn.table(), drawn.lengths
-        fleet = allocate(lengths, gpus, DEGREES, cost).degrees
         contenders: dict[str, Callable[[int], Any]] = {
             "exact": lambda _: allocate(lengths, gpus, DEGREES, cost),  # noqa: B023
             "anneal": _anneal(drawn, gpus, cost),
-            "table": lambda _: drawn.table(),  # noqa: B023
         }
         if gpus <= count:
             contenders["place"] = lambda _: place(lengths, [1] * gpus, cost)  # noqa: B023
-        if len(fleet) <= count:
-            contenders["place_mixed"] = lambda _: place(lengths, fleet, cost)  # noqa: B023
         timings = timed(contenders, rounds)
         for name, runs in timings.items():
             times.setdefault(name, []).append(runs.ms)
         least = timings["exact"].results[0].makespan_s
         ratios += [one.makespan_s / least for one in timings["anneal"].results]
-        if "place_mixed" in timings:
-            proven.append(timings["place_mixed"].results[0].exact)
     figures |= {f"{name}_ms{suffix}": max(medians) for name, medians in times.items()}
-    if not all(proven):
-        conditions[f"place_mixed_ms{suffix}"] = (
-            "equal degrees are kept together: an exact search has too many sets of workers"
-        )
     return ratios
 
 
@@ -250,7 +236,6 @@ def _annealings(count: int, gpus: int, rounds: int, figures: dict[str, Figure]) 
         share = sum(placing.taken_ms) / sum(timings[name].taken_ms)
         figures[f"{name}_placement_share"] = share
     figures["anneal_program_ms"] = timings["anneal"].ms
-    figures["dp_aggregated_loss_max"] = max(one.loss for one in inner["anneal"].results)
 
 
 def _simulations(count: int, gpus: int, figures: dict[str, Figure]) -> None:
@@ -265,16 +250,12 @@ def _simulations(count: int, gpus: int, figures: dict[str, Figure]) -> None:
         allocations = {
             "exact": allocate(drawn.lengths, gpus, DEGREES, cost),
             "anneal": _anneal(drawn, gpus, cost)(0),
-            "spread": allocate(drawn.lengths, gpus, DEGREES, drawn.table("spread")),
         }
         for degree in DEGREES:
             workers = (degree,) * (gpus // degree)
             allocations[f"homogeneous_{degree}"] = Allocation(
                 degrees=workers, placement=place(drawn.lengths, workers, cost)
             )
-            dealt = [ordered[worker :: len(workers)] for worker in range(len(workers))]
-            simulated = drawn.simulated(workers, dealt)
-            rows.setdefault(f"simulated_s_dealt_{degree}", []).append(simulated)
         for name, made in allocations.items():
             rows.setdefault(f"eq2_s_{name}", []).append(made.makespan_s)
             groups = [ordered[start:end] for start, end in made.placement.spans]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from benchmarks.placement.whole_lists import simulated_s
-from rollweave.core.mechanisms.costs.interference import CostTable, Sample, tabulate
+from rollweave.core.mechanisms.costs.interference import CostTable, tabulate
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime
 from rollweave.sim.cost import EngineCost
@@ -39,13 +39,12 @@ class Workload(Struct, frozen=True, kw_only=True):
     profile: dict[int, tuple[StepTime, ...]]
     slots: dict[int, int]
 
-    def table(self, sample: Sample = "runs") -> CostTable:
+    def table(self) -> CostTable:
         return tabulate(
             self.profile,
             lengths=self.lengths,
             slots=self.slots,
             largest=len(self.lengths),
-            sample=sample,
         )
 
     def simulated(self, degrees: Sequence[int], groups: Sequence[Sequence[float]]) -> float:

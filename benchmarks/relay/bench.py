@@ -7,12 +7,7 @@ these hosts (Laminar §4, App. C; ROSE §6.3; RollArt §7.4).
 """
 
 import asyncio
-import contextlib
-import os
-import shutil
 import statistics
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +17,8 @@ import torch
 
 from benchmarks.contract import Figure, Result
 from benchmarks.delta import QUICK as DELTA
-from benchmarks.delta_payloads import Versions, adam, bfloat16
-from benchmarks.harness import Progress, rounded
+from benchmarks.delta_payloads import adam_update
+from benchmarks.harness import Progress, rounded, scratch_folder
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import repair as relay_repair
@@ -32,11 +27,6 @@ from benchmarks.relay.gloo import Gloo
 from benchmarks.relay.tier import tier
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import publish
-
-PREFIX = "rollweave-bench-relay-"
-"""Prefix of the log directory's name; the process's id follows. The next start removes
-the directories of benches that were killed.
-"""
 
 TENSORS = 32
 """Number of tensors in the payload."""
@@ -101,7 +91,7 @@ def bench_relay(
     """Run the bench. Only tests pass `plan` and `network`."""
     plan = plan or (QUICK if quick else FULL)
     far = relay_sites.FAR
-    with workspace() as logs, network or Network(max(*plan.relays, 1 + far), far=far) as net:
+    with scratch_folder() as logs, network or Network(max(*plan.relays, 1 + far), far=far) as net:
         return asyncio.run(_measure(plan, net, logs, progress))
 
 
@@ -195,27 +185,14 @@ async def _sites(
     plan: relay_sites.SitesPlan, net: Network, logs: Path, progress: Progress
 ) -> dict[str, Figure]:
     progress("an Adam update of one layer")
-    update = _update(plan.hidden)
+    rng = np.random.default_rng(0)
+    update, _ = adam_update(rng, hidden=plan.hidden, layers=1, steps=DELTA.steps)
     far = range(net.hosts - relay_sites.FAR, net.hosts)
     async with tier(net, (0, *far), logs) as relays:
         sites = relay_sites.Sites(net, relays)
         runs = await relay_sites.ablation(sites, update, plan, logs, progress)
     changed = float(np.mean(update.base != update.new))
     return relay_sites.figures(runs, plan) | {"update_changed": changed}
-
-
-def _update(hidden: int) -> Versions:
-    """Return the last of several steps of Adam in bfloat16, as bench `delta` makes
-    them.
-    """
-    rng = np.random.default_rng(0)
-    before, after = [], []
-    for shape in relay_sites.layers(hidden, 1).values():
-        weight = rng.normal(0, 0.02, shape) if len(shape) > 1 else np.ones((1, *shape))
-        last = list(adam(rng, weight.astype(np.float32), DELTA.steps))[-2:]
-        before.append(last[0].ravel())
-        after.append(last[1].ravel())
-    return Versions(bfloat16(np.concatenate(before)), bfloat16(np.concatenate(after)))
 
 
 def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -254,16 +231,3 @@ def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
         "exposed_pull_s: from then on until the other one has it; accumulated_pull_s: the same in "
         "batch, whose total is naive_s",
     }
-
-
-@contextlib.contextmanager
-def workspace() -> Iterator[Path]:
-    """Yield a temporary directory, after removing those of dead processes."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        owner = path.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True
-    ) as made:
-        yield Path(made)

@@ -91,7 +91,7 @@ class Times:
 
 async def measure(
     tier: Tier,
-    gloo: Gloo | None,
+    gloo: Gloo,
     manifest: WeightManifest,
     link: Link,
     *,
@@ -114,10 +114,8 @@ async def measure(
             times.chain.setdefault(nodes, []).append(seconds)
             seconds = await tier.broadcast(tier.version(manifest), star(nodes), chunk_bytes=size)
             times.star.setdefault(nodes, []).append(seconds)
-            if gloo is not None:
-                times.gloo.setdefault(nodes, []).append(
-                    await gloo.broadcast(nodes, manifest.nbytes)
-                )
+            seconds = await gloo.broadcast(nodes, manifest.nbytes)
+            times.gloo.setdefault(nodes, []).append(seconds)
     return times
 
 
@@ -135,13 +133,11 @@ def figures(times: Times, link: Link) -> dict[str, Figure]:
             )
             over_formula[nodes] = seconds / expected
     over_star = {nodes: seconds / starred[nodes] for nodes, seconds in chained.items()}
-    over_gloo = (
-        {nodes: seconds / glooed[nodes] for nodes, seconds in chained.items()} if glooed else {}
-    )
+    over_gloo = {nodes: seconds / glooed[nodes] for nodes, seconds in chained.items()}
     largest = max(chained)
     return {
         "time_over_formula": max(over_formula.values(), default=None),
-        "time_over_gloo": over_gloo.get(largest),
+        "time_over_gloo": over_gloo[largest],
         "time_over_star": over_star[largest],
         "link_start_ms": link.start_s * 1e3,
         "link_mb_per_s": 1e-6 / link.byte_s if link.byte_s else None,
@@ -153,7 +149,7 @@ def figures(times: Times, link: Link) -> dict[str, Figure]:
         ],
         "curve_time_over_formula": list(over_formula.values()) or None,
         "curve_time_over_star": list(over_star.values()),
-        "curve_time_over_gloo": list(over_gloo.values()) or None,
+        "curve_time_over_gloo": list(over_gloo.values()),
     }
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.harness import free_port
 from benchmarks.network import Network, enter
 from rollweave.io.boot import die_with
 from rollweave.io.child import spawn
@@ -112,7 +113,7 @@ def main() -> None:
 
     assert dist.is_gloo_available(), "torch is built with gloo on every system that has namespaces"
     fork = multiprocessing.get_context("fork")
-    port = ranks.port or _free_port()
+    port = ranks.port or free_port()
     pipes: list[Connection] = []
     for rank in range(len(ranks.paths)):
         ours, theirs = fork.Pipe()
@@ -155,14 +156,6 @@ def _rank(rank: int, ranks: Ranks, port: int, pipe: Connection, parent_pid: int)
         start = time.monotonic()
         dist.broadcast(tensor, 0, group=groups[size])
         pipe.send((start, time.monotonic()))
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ version to the next relay once the one before has all of it; `async` sends piece
 the chain as they arrive; `sparse` sends deltas.
 """
 
-import asyncio
 import itertools
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +21,10 @@ from benchmarks.contract import Figure
 from benchmarks.delta_payloads import Versions
 from benchmarks.harness import Progress
 from benchmarks.network import Network
-from benchmarks.relay.tier import Tier, chain, checked
+from benchmarks.relay.tier import Tier, chain
 from rollweave.core.policy.relay import chunk_bytes
 from rollweave.runtime.supervisors.relays import CHUNK_S
-from rollweave.schema.weights import FetchVersion, VersionFetched, WeightManifest
+from rollweave.schema.weights import WeightManifest
 from rollweave.weights.delta_body import Array
 from rollweave.weights.publication import Publication, publish
 
@@ -103,29 +101,11 @@ class Sites:
     async def _send(
         self, manifest: WeightManifest, base_id: int | None, mbits: float, *, together: bool
     ) -> Delivery:
-        """Send a version along the chain: to all relays at once, or to one after the
-        other.
-        """
+        """Send a version along the chain."""
         chunk = chunk_bytes(manifest.nbytes, nodes=1 + FAR, start_s=CHUNK_S, byte_s=8e-6 / mbits)
-        started = time.monotonic()
-
-        async def fetch(relay: int, source: int | None) -> tuple[float, VersionFetched]:
-            answer = await self._relays.links[relay].fetch(
-                FetchVersion(
-                    manifest=manifest,
-                    source=self._relays.source(source),
-                    chunk_bytes=chunk,
-                    base_id=base_id,
-                    keep=() if base_id is None else (base_id,),
-                )
-            )
-            return time.monotonic() - started, checked(relay, answer)
-
-        fetches = [fetch(relay, source) for relay, source in enumerate(chain(1 + FAR))]
-        if together:
-            answers = await asyncio.gather(*fetches)
-        else:
-            answers = [await one for one in fetches]
+        answers = await self._relays.deliver(
+            manifest, chain(1 + FAR), chunk_bytes=chunk, base_id=base_id, together=together
+        )
         return Delivery(max(seconds for seconds, _ in answers), answers[1][0], answers[1][1].nbytes)
 
 
@@ -134,7 +114,7 @@ async def ablation(
 ) -> dict[tuple[float, str], list[Delivery]]:
     """Measure each variant over each speed, in turn."""
     deliveries: dict[tuple[float, str], list[Delivery]] = {}
-    with pair_of(update, plan.hidden, directory) as pair:
+    with pair_of(update, directory) as pair:
         for number in range(plan.rounds):
             for rate in plan.rates:
                 progress(
@@ -147,56 +127,17 @@ async def ablation(
     return deliveries
 
 
-# The payload.
-
-
 @contextmanager
-def pair_of(versions: Versions, hidden: int, directory: Path) -> Iterator[Pair]:
+def pair_of(versions: Versions, directory: Path) -> Iterator[Pair]:
     """Publish both versions in memory of this machine."""
-    shapes = layers(hidden, 1)
-    with (
-        published(versions.base, shapes, directory) as base,
-        published(versions.new, shapes, directory) as new,
-    ):
+    with published(versions.base, directory) as base, published(versions.new, directory) as new:
         yield Pair(base.manifest, new.manifest)
 
 
-def layers(hidden: int, count: int) -> dict[str, tuple[int, ...]]:
-    """Return shapes by name, in hidden widths as Qwen3-0.6B has them; without an
-    embedding.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(count):
-        for name, rows, columns in (
-            ("self_attn.q_proj", 2, 1),
-            ("self_attn.k_proj", 1, 1),
-            ("self_attn.v_proj", 1, 1),
-            ("self_attn.o_proj", 1, 2),
-            ("mlp.gate_proj", 3, 1),
-            ("mlp.up_proj", 3, 1),
-            ("mlp.down_proj", 1, 3),
-        ):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (rows * hidden, columns * hidden)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
-    return shapes
-
-
-def published(
-    bits: Array,
-    shapes: dict[str, tuple[int, ...]],
-    directory: Path,
-) -> Publication:
-    """Publish these elements of bfloat16 in memory, in the shapes' order."""
-    flat, start, tensors = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), 0, {}
-    for name, shape in shapes.items():
-        count = int(np.prod(shape))
-        tensors[name] = flat[start : start + count].reshape(shape)
-        start += count
-    return publish(tensors, version=1, publication_id=1, directory=directory)
-
-
-# The figures.
+def published(bits: Array, directory: Path) -> Publication:
+    """Publish these elements of bfloat16 in memory."""
+    tensor = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return publish({"weights": tensor}, version=1, publication_id=1, directory=directory)
 
 
 def figures(

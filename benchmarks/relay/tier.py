@@ -8,13 +8,13 @@ has; processes end with the context.
 import asyncio
 import contextlib
 import functools
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.harness import cpu_s
 from benchmarks.network import Network
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.supervisors.relays import RelayLink
@@ -44,70 +44,66 @@ class Tier:
         """`suspected` events are set while a relay is suspected, `stalled` ones once
         its source has sent it nothing for a moment.
         """
-        self.links, self.addresses, self.suspected, self.stalled = (
-            list(links),
-            list(addresses),
-            suspected,
-            stalled,
-        )
+        self.links, self.addresses = list(links), list(addresses)
+        self.suspected, self.stalled = suspected, stalled
         self._last_id = 0
 
-    def next_id(self) -> int:
-        """Return a publication id that no relay has seen."""
-        self._last_id += 1
-        return self._last_id
-
     def version(self, manifest: WeightManifest) -> WeightManifest:
-        """Return the same bytes under a new id."""
-        publication_id = self.next_id()
+        """Return the same bytes under an id that no relay has seen."""
+        self._last_id += 1
         return msgspec.structs.replace(
-            manifest, publication_id=publication_id, version=publication_id
+            manifest, publication_id=self._last_id, version=self._last_id
         )
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all relays together."""
-        ticks = 0
-        for link in self.links:
-            fields = Path(f"/proc/{link.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime, stime
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(cpu_s(link.pid) for link in self.links)
 
     def source(self, relay: int | None) -> RelayAddress | None:
         return None if relay is None else self.addresses[relay]
 
     async def broadcast(
-        self,
-        manifest: WeightManifest,
-        sources: Sequence[int | None],
-        *,
-        chunk_bytes: int,
-        base_id: int | None = None,
+        self, manifest: WeightManifest, sources: Sequence[int | None], *, chunk_bytes: int
     ) -> float:
         """Return the seconds until every relay i has a version from relay `sources[i]`,
         or from memory. All requests are sent at once.
 
         Raises WeightsError where one fails.
         """
-        keep = () if base_id is None else (base_id,)
+        arrivals = await self.deliver(manifest, sources, chunk_bytes=chunk_bytes)
+        return max(seconds for seconds, _ in arrivals)
+
+    async def deliver(
+        self,
+        manifest: WeightManifest,
+        sources: Sequence[int | None],
+        *,
+        chunk_bytes: int,
+        base_id: int | None = None,
+        together: bool = True,
+    ) -> list[tuple[float, VersionFetched]]:
+        """Return when every relay i had a version from relay `sources[i]`, in seconds,
+        and its answer. All requests are sent at once, or unless `together` one after
+        the other. With `base_id`, relays have that version and need the changes alone.
+
+        Raises WeightsError where one fails.
+        """
         started = time.monotonic()
-        answers = await asyncio.gather(
-            *(
-                link.fetch(
-                    FetchVersion(
-                        manifest=manifest,
-                        source=self.source(source),
-                        chunk_bytes=chunk_bytes,
-                        base_id=base_id,
-                        keep=keep,
-                    )
+
+        async def fetch(relay: int, source: int | None) -> tuple[float, VersionFetched]:
+            answer = await self.links[relay].fetch(
+                FetchVersion(
+                    manifest=manifest,
+                    source=self.source(source),
+                    chunk_bytes=chunk_bytes,
+                    base_id=base_id,
+                    keep=() if base_id is None else (base_id,),
                 )
-                for link, source in zip(self.links, sources, strict=False)
             )
-        )
-        seconds = time.monotonic() - started
-        for number, answer in enumerate(answers):
-            checked(number, answer)
-        return seconds
+            return time.monotonic() - started, checked(relay, answer)
+
+        fetches = [fetch(relay, source) for relay, source in enumerate(sources)]
+        return await asyncio.gather(*fetches) if together else [await one for one in fetches]
 
 
 def checked(relay: int, answer: FetchReply | None) -> VersionFetched:

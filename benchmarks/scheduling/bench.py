@@ -37,8 +37,6 @@ from benchmarks.scheduling.variants import (
     MEMBERS,
     MIGRATING,
     OURS,
-    PRIORITIES,
-    PROGRESSIVE,
     QUICK,
     QUICK_VARIANTS,
     UNMOVED,
@@ -122,25 +120,7 @@ def figures_of(
     others = [variant for variant in runs if variant != OURS]
     for variant in others:
         figures[f"makespan_over_{variant}"] = over(runs[variant], runs[OURS], "makespan_s")
-    figures["makespan_ratio"] = [
-        value
-        for variant in others
-        if isinstance(value := figures[f"makespan_over_{variant}"], float)
-    ]
-    for variant in others:
         figures[f"tail_queueing_over_{variant}"] = over(runs[variant], runs[OURS], "tail_queue_s")
-    ratios_of_queueing = [figures[f"tail_queueing_over_{variant}"] for variant in others]
-    figures["tail_queueing_ratio"] = [
-        value for value in ratios_of_queueing if isinstance(value, float)
-    ]
-    if PROGRESSIVE in runs:
-        for variant in PRIORITIES:
-            figures[f"progressive_makespan_over_{variant}"] = over(
-                runs[variant], runs[PROGRESSIVE], "makespan_s"
-            )
-            figures[f"progressive_tail_over_{variant}"] = over(
-                runs[variant], runs[PROGRESSIVE], "tail_queue_s"
-            )
     for name in ("makespan_s", "tail_queue_s"):
         figures |= {
             f"{name}_{variant}": statistics.median(_all(runs[variant], name)) for variant in runs

@@ -23,9 +23,7 @@ two placements that ignore lengths, Heddle's partition and migration, our partit
 Heddle's migration, and ours.
 """
 
-PRIORITIES = ("fcfs", "round_robin", "shortest_first")
 MIGRATING = ("paper", "rank", OURS)
-PROGRESSIVE = "longest_first"
 UNMOVED = "fcfs"
 """Variant that never migrates, whose tokens are compared with those of migrated
 trajectories.

@@ -18,14 +18,14 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import MODE_SETTINGS, Progress, ratio, scratch_folder
-from benchmarks.runs import conditions_of, example, measure, missed, trained
-from benchmarks.trl.curve import Evaluation, LearningCurve
+from benchmarks.runs import MeasuredRun, conditions_of, example, measure, missed, trained
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlSpec
 from rollweave.cli.evaluate import evaluation_config, step_of_run
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
+from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
@@ -84,6 +84,25 @@ DIFFERENCES = (
 )
 
 
+class Learned(Struct, frozen=True, kw_only=True):
+    """One training: the seconds of its steps without the first, and the steps and the
+    seconds to the target, None if it was not reached.
+    """
+
+    step_s: list[float]
+    steps: int | None
+    seconds: float | None
+
+    @classmethod
+    def of(cls, run: MeasuredRun) -> "Learned":
+        """Return what a run of ours has learned."""
+        return cls(
+            step_s=[float(line["wall_s"]) for line in run.data.steps[1:]],
+            steps=run.reached_step(TARGET),
+            seconds=run.reached_s(TARGET),
+        )
+
+
 def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     """Return figures by variant (`step_s_…`, `steps_…` and `wall_s_…` to the target),
     and the ratios of TRL to ours: to mode bounded, and with `_sync` to mode sync.
@@ -94,7 +113,7 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     path = example(CONFIG)
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else SEEDS
-    learned: dict[str, list[LearningCurve]] = {name: [] for name in (*MODE_SETTINGS, TRL)}
+    learned: dict[str, list[Learned]] = {name: [] for name in (*MODE_SETTINGS, TRL)}
     with scratch_folder() as scratch:
         for seed in range(count):
             first = build_initial(
@@ -104,7 +123,7 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
             common = [*overrides, f'model={{path="{first}"}}', "warmup={}", f"run.seed={seed}"]
             for name, settings in MODE_SETTINGS.items():
                 run = measure(path, [*common, *settings]).with_engines_ready(1)
-                learned[name].append(LearningCurve.of(run, TARGET))
+                learned[name].append(Learned.of(run))
                 progress(f"seed {seed}, {name}: {described(learned[name][-1])}")
             learned[TRL].append(train_trl(python, load(path, common), scratch / f"trl-{seed}"))
             progress(f"seed {seed}, {TRL}: {described(learned[TRL][-1])}")
@@ -153,19 +172,19 @@ def build_initial(config: RunConfig, directory: Path) -> Path:
     return warm / EXPORT
 
 
-def train_trl(python: str, config: RunConfig, directory: Path) -> LearningCurve:
+def train_trl(python: str, config: RunConfig, directory: Path) -> Learned:
     """Train with TRL as `config` would, until a checkpoint has reached the target."""
     step_s: list[float] = []
-    curve: list[Evaluation] = []
+    steps = seconds = None
     with contextlib.closing(checkpoints(python, spec_of(config, directory))) as saved:
         for one in saved:
             step_s += one.step_s
             success = evaluated(config, directory, one.step, Path(one.path))
-            curve.append(Evaluation(step=one.step, seconds=one.seconds, success=success))
             shutil.rmtree(one.path)
             if success >= TARGET:
+                steps, seconds = one.step, one.seconds
                 break
-    return LearningCurve(step_s=step_s[1:], curve=curve, target=TARGET)
+    return Learned(step_s=step_s[1:], steps=steps, seconds=seconds)
 
 
 def spec_of(config: RunConfig, directory: Path) -> TrlSpec:
@@ -212,7 +231,7 @@ def evaluated(config: RunConfig, directory: Path, step: int, model: Path) -> flo
 
 
 def figures_of(
-    learned: Mapping[str, Sequence[LearningCurve]], conditions: dict[str, Any], *, quick: bool
+    learned: Mapping[str, Sequence[Learned]], conditions: dict[str, Any], *, quick: bool
 ) -> dict[str, Figure]:
     """Return the figures; `conditions` names the reason for a missing one."""
     figures: dict[str, Figure] = {}
@@ -240,7 +259,7 @@ def figures_of(
     return figures
 
 
-def described(learned: LearningCurve) -> str:
+def described(learned: Learned) -> str:
     """Return a line about one training."""
     step_s = statistics.median(learned.step_s)
     if learned.seconds is None:

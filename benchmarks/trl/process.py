@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.harness import ROOT, environment
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
 from rollweave.engine.servers.process import installed_version
 from rollweave.io.child import log_tail, status_text
 from rollweave.schema.errors import ConfigError, RollweaveError
 
-ROOT = Path(__file__).parents[2]
 VARIABLE = "ROLLWEAVE_TRL_PYTHON"
 FOLDER = ".venv-trl"
 MISSING = (
@@ -31,6 +31,15 @@ TAIL_LINES = 6
 """Number of lines of the process's output that an error quotes."""
 
 MODULE = "benchmarks.trl.training"
+OWN = {
+    "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Environment variables of TRL's process: this checkout, and no network."""
+
 NEEDED = {"trainer": ("_generate_single_turn", "rollout_func", "env_mask")}
 """Names that TRL's source must mention, by the folder of its package."""
 
@@ -67,6 +76,7 @@ def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
     directory.mkdir(parents=True)
     path, log = directory / "spec.json", directory / "trl.log"
     path.write_bytes(msgspec.json.encode(spec))
+    threads = str(spec.threads)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [os.path.expanduser(python), "-m", MODULE, str(path)],
@@ -74,7 +84,7 @@ def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
             stdout=subprocess.PIPE,
             stderr=output,
             cwd=directory,
-            env=os.environ | environment(spec.threads),
+            env=environment(**OWN, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads),
             # like our children, and so with the same share of the CPU
             start_new_session=True,
         )
@@ -102,18 +112,3 @@ def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
         process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Return the environment of TRL's process: this checkout, as many threads as each
-    of our processes has, and no network.
-    """
-    return {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }

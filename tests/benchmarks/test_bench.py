@@ -14,7 +14,7 @@ from benchmarks.contract import Result, json_line
 from benchmarks.harness import in_turn, ratio
 from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
-from benchmarks.runs import MeasuredRun, conditions_of, example, shares
+from benchmarks.runs import MeasuredRun, example
 from rollweave.cli.bench import format_figure
 from rollweave.record.report.data import read_run
 from rollweave.record.rundir import RunDir
@@ -173,18 +173,6 @@ def test_a_ratio_needs_both(
     above: float | None, below: float | None, expected: float | None
 ) -> None:
     assert ratio(above, below) == expected
-
-
-def test_shares_sum_to_one() -> None:
-    assert shares({"starting": 5.0, "busy": 3.0, "idle": 1.0}) == {"busy": 0.75, "idle": 0.25}
-    assert shares({}) == {}
-
-
-def test_conditions_name_the_configuration() -> None:
-    assert conditions_of(Path("a/b.toml"), ["run.seed=1"]) == {
-        "config": "b.toml",
-        "set": ["run.seed=1"],
-    }
 
 
 @pytest.mark.parametrize(

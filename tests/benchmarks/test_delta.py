@@ -18,8 +18,6 @@ from benchmarks.delta_payloads import (
     bfloat16,
     masked,
 )
-from rollweave.cli.bench import bench
-from rollweave.schema.errors import ConfigError
 
 
 def test_bfloat16_is_torchs() -> None:
@@ -88,8 +86,3 @@ def test_a_measurement_verifies_its_result() -> None:
     assert (measurement.mismatches, measurement.forms) == (0, {"sparse": 1})
     assert measurement.nbytes < 400
     assert min(measurement.copy_s, measurement.encode_s, measurement.apply_s) > 0
-
-
-def test_seeds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--seeds must be left out for bench delta"):
-        bench("delta", as_json=False, quick=True, seeds=1)

@@ -14,24 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import Child
-from benchmarks.service.ablations import JOBS, VARIANTS, WANTED, Round, Trainer, Variant, figures_of
+from benchmarks.service.ablations import JOBS, WANTED, Round, Trainer, Variant, figures_of
 from benchmarks.service.bash_env import (
     COMMANDS,
     DIGITS,
-    MOST_TURNS,
     SANDBOXES,
     TERMINALS,
     BashEnv,
-    command_of,
-    project,
 )
 from benchmarks.service.bench import added
 from benchmarks.service.slot_engines import KEY_TOKENS, Slots, engine_index, turn_tokens
-from rollweave.cli.bench import bench
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
-from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import MemberStatus, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import FinishReason, GenerateRequest, Sampling
 from rollweave.schema.work import (
@@ -105,13 +100,6 @@ def test_a_conversation_stays_on_its_engine(start: list[int], more: list[int]) -
     assert engine_index(tuple(start), 4) == engine_index((*start, *more), 4)
 
 
-def test_conversations_are_spread() -> None:
-    counts = [0] * 4
-    for number in range(1000):
-        counts[engine_index((1, number), 4)] += 1
-    assert min(counts) > 200
-
-
 TOKEN_MS = 1.0
 
 
@@ -154,22 +142,6 @@ def test_a_child_that_does_not_start_is_an_error() -> None:
 
 
 # The agents.
-
-
-def test_the_same_words_are_the_same_command() -> None:
-    assert command_of("search read") == COMMANDS[" search"]
-    assert command_of("") == command_of("nonsense") == COMMANDS[" list"]
-    assert (
-        {f" {word}" for word in ["list", "find", "search"]}
-        <= set(BashEnv.allowed_words({}))
-        <= set(BashEnv.words({}))
-    )
-
-
-def test_tasks_are_uneven() -> None:
-    turns = sorted(project(number)["turns"] for number in range(1000))
-    assert (turns[0], turns[500], turns[-1]) == (1, 4, MOST_TURNS)
-    assert turns == sorted(project(number)["turns"] for number in range(1000))
 
 
 @pytest.mark.parametrize("terminal", TERMINALS)
@@ -263,17 +235,6 @@ async def test_unwanted_rollouts_are_cancelled_at_once_or_at_the_end(
 # Figures.
 
 
-def test_each_variant_leaves_one_part_out() -> None:
-    full = VARIANTS["full"]
-    for name, variant in VARIANTS.items():
-        differing = [
-            field
-            for field in Variant.__struct_fields__
-            if getattr(variant, field) != getattr(full, field)
-        ]
-        assert len(differing) == (0 if name == "full" else 1)
-
-
 def a_round(rate: float) -> Round:
     return Round(
         seconds=10.0,
@@ -312,8 +273,3 @@ def test_added_latency_is_between_equal_percentiles(
     assert added(ours, ours, 0.99) == 0
     assert added(ours, [one + more for one in reversed(ours)], 0.5) == pytest.approx(more)
     assert added(ours, theirs, 1.0) == max(theirs) - max(ours)
-
-
-def test_seeds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--seeds must be left out for bench service"):
-        bench("service", as_json=False, quick=True, seeds=1)

@@ -21,11 +21,6 @@ def test_every_size_is_a_possible_placement(layout: str, gpus: int) -> None:
     assert made.rollout.groups_per_step * made.rollout.group_size == 8192
 
 
-def test_the_largest_has_a_layout_with_an_engine_on_each_rollout_gpu() -> None:
-    assert sim.config(1024, "single").engines[0].count == 256
-    assert sim.config(1024, "machines").engines[0].count == 32
-
-
 def test_memory_is_that_of_one_process_alone() -> None:
     """A child's peak does not include its parent's memory."""
     ballast = bytearray(300 * 1024 * 1024)

@@ -12,10 +12,8 @@ from benchmarks.contract import Result
 from benchmarks.soak.bench import QUICK, soak
 from benchmarks.soak.lineage import Lineage, unaccounted, versions_of
 from benchmarks.soak.run_under_test import StepCounter
-from rollweave.cli.bench import bench
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import GroupRef, TrainStep
-from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import StepTrained, TimerFired
 from rollweave.schema.work import SegmentKind
 from tests.support.sequences import one_token_each
@@ -118,11 +116,6 @@ def test_a_broken_promise_is_named() -> None:
     assert Result(
         bench="soak", figures={**kept.figures, "mixed_versions": 1}, conditions={}
     ).broken == ["mixed_versions"]
-
-
-def test_seeds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--seeds must be left out for bench soak"):
-        bench("soak", as_json=False, quick=True, seeds=1)
 
 
 @pytest.mark.slow

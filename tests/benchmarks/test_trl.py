@@ -18,12 +18,11 @@ from benchmarks.trl.bench import (
     CONFIG,
     FIGURES,
     QUICK,
-    TARGET,
+    Learned,
     bench_trl,
     figures_of,
     spec_of,
 )
-from benchmarks.trl.curve import Evaluation, LearningCurve
 from benchmarks.trl.episodes import play
 from benchmarks.trl.process import FOLDER, VARIABLE, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
@@ -240,23 +239,13 @@ def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) 
         assert result.conditions[name].startswith("not measured: TRL is not installed here")
 
 
-def learned(step_s: float, steps: int | None) -> LearningCurve:
-    """Return a training whose success grows evenly to the target in `steps`, or stays
-    at half of it.
-    """
-    last = 20 if steps is None else steps
-    curve = [
-        Evaluation(
-            step=step,
-            seconds=step_s * step,
-            success=TARGET / 2 if steps is None else TARGET * step / last,
-        )
-        for step in range(0, last + 1, last // 2)
-    ]
-    return LearningCurve(step_s=[step_s] * 3, curve=curve, target=TARGET)
+def learned(step_s: float, steps: int | None) -> Learned:
+    """Return a training that reaches the target after `steps`, or never."""
+    seconds = None if steps is None else step_s * steps
+    return Learned(step_s=[step_s] * 3, steps=steps, seconds=seconds)
 
 
-def all_learned(*steps_of_trl: int | None) -> dict[str, list[LearningCurve]]:
+def all_learned(*steps_of_trl: int | None) -> dict[str, list[Learned]]:
     ours = {name: [learned(1.0, 20) for _ in steps_of_trl] for name in MODE_SETTINGS}
     bounded = [learned(0.5 if seed == 0 else 0.7, 20) for seed in range(len(steps_of_trl))]
     return ours | {"bounded": bounded, "trl": [learned(2.0, steps) for steps in steps_of_trl]}
