@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,10 @@ from benchmarks.cluster.hosts import CONTROLLERS, Hosts
 from benchmarks.harness import cpu_s
 from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import RunUnderTest
-from rollweave.cli.console import FAILED
-from rollweave.core.mechanisms.relays.state import part_of
-from rollweave.core.state import EngineStatus, State
+from rollweave.core.state import State
 from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
-from rollweave.schema.commands import Migrate, StartTurn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import MigrationDone, WeightsFetched
 
 LOST_REASONS = ("engine_failure", "world_lost")
 """Reasons for which a trajectory ends because of its host or controller."""
@@ -95,11 +90,6 @@ class ClusterRun(RunUnderTest):
             with contextlib.suppress(OSError):
                 self._cpu.append((turns, cpu_s(self.pid)))
 
-    @property
-    def failed(self) -> bool:
-        """True once the controller has ended with an error."""
-        return self.status == FAILED
-
     # What happened.
 
     def warnings(self, pattern: str) -> list[tuple[float, str]]:
@@ -135,12 +125,6 @@ class ClusterRun(RunUnderTest):
         None if it is not yet.
         """
         return self._first_after(f"{_named(host)} is lost", since)
-
-    def losses(self) -> list[tuple[float, str]]:
-        """Return the losses of hosts that the newest controller noticed, with their
-        times on the clock `time.monotonic`.
-        """
-        return self.warnings(" is lost: | given up: ")
 
     def joined_after(self, host: str, since: float) -> float | None:
         """Return the seconds from this time until this host joined; None if it has
@@ -194,50 +178,10 @@ class ClusterRun(RunUnderTest):
                 most = max(most, len(pools.init) + len(pools.run) + len(pools.eval))
         return most
 
-    def crossings(self) -> Counter[str]:
-        """Return how often something has crossed from one host to another: KV ("kv"),
-        parts of weights that the relay beside the trainer's first rank has fetched
-        ("parts"), and unfinished turns that may continue there ("turns").
-        """
-        counts: Counter[str] = Counter()
-        moves: dict[int, bool] = {}
-        turns: dict[tuple[str, int, int], int] = {}
-        for path, config in self._journals:
-            replay = Replay(path, config, rules=rules_of(config))
-            for _, event, commands in replay:
-                state = replay.core.state
-                host_of = {engine.id: engine.seat.host for engine in state.engines.values()}
-                for command in commands:
-                    match command:
-                        case Migrate(number=number, source=source, target=target):
-                            moves[number] = host_of[source] != host_of[target]
-                        case StartTurn(trajectory_id=trajectory_id, attempt=attempt, turn=turn):
-                            key, host = (trajectory_id, attempt, turn), host_of[command.engine_id]
-                            counts["turns"] += command.resume and turns.get(key, host) != host
-                            turns[key] = host
-                match event:
-                    case MigrationDone(number=number, moved_tokens=moved):
-                        counts["kv"] += moved > 0 and moves[number]
-                    case WeightsFetched(relay_id=relay_id, nbytes=nbytes) if state.hosts.ranks:
-                        part = part_of(state)
-                        assert part is not None, "a relay has fetched"
-                        beside = part.relays[relay_id].host == state.hosts.ranks[0].host
-                        counts["parts"] += beside and nbytes > 0
-        return counts
-
     @staticmethod
     def now() -> float:
         """Return the time on the clock of all times of this class."""
         return time.monotonic()
-
-    def serves_on(self, host: str) -> bool:
-        """Return whether an engine serves on the host of this name."""
-        state = self.state()
-        numbers = {number for number, slot in state.hosts.up.items() if slot.name == host}
-        return any(
-            engine.seat.host in numbers and engine.status is EngineStatus.SERVING
-            for engine in state.engines.values()
-        )
 
     def state(self) -> State:
         """Return the core's state, as the journal describes it now."""

@@ -58,7 +58,6 @@ def test_a_host_keeps_its_name_with_a_new_node_of_ray(tmp_path: Path) -> None:
     assert run.lost_after("10.77.1.1", before - 10.0) is not None
     assert run.joined_after("10.77.1.1", before - 10.0) is None
     assert run.joined_after("10.77.1.2", before - 10.0) is not None
-    assert [line for _, line in run.losses()] == [" ".join(lines[0])]
 
 
 def test_only_losses_of_hosts_and_controllers_lose_trajectories() -> None:

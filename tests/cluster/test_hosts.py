@@ -8,6 +8,7 @@ These tests need root, `ip` and `tc`, and take minutes: `make test-cluster`.
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,8 +17,14 @@ import pytest
 
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
+from rollweave.core.mechanisms.relays.state import part_of
+from rollweave.core.state import EngineStatus
+from rollweave.envs.tasks import rules_of
+from rollweave.record.journal import Replay
 from rollweave.runtime.hosts.remote import SILENT_S
+from rollweave.schema.commands import Migrate, StartTurn
 from rollweave.schema.config.rollout import ModeName
+from rollweave.schema.events import MigrationDone, WeightsFetched
 from rollweave.schema.hosts import ALIVE_S
 from tests.cluster.agents import HostsByHand, mounts, shared_memory
 from tests.support.real_runs import ROOT, lake
@@ -154,6 +161,48 @@ def noticed(run: ClusterRun, name: str, since: float) -> None:
     run.wait_for(lambda: run.trained_after(step, since), f"step {step}")
 
 
+def serves_on(run: ClusterRun, host: str) -> bool:
+    """Return whether an engine serves on the host of this name."""
+    state = run.state()
+    numbers = {number for number, slot in state.hosts.up.items() if slot.name == host}
+    return any(
+        engine.seat.host in numbers and engine.status is EngineStatus.SERVING
+        for engine in state.engines.values()
+    )
+
+
+def crossings(run: ClusterRun) -> Counter[str]:
+    """Return how often something has crossed from one host to another: KV ("kv"),
+    parts of weights that the relay beside the trainer's first rank has fetched
+    ("parts"), and unfinished turns that may continue there ("turns").
+    """
+    counts: Counter[str] = Counter()
+    moves: dict[int, bool] = {}
+    turns: dict[tuple[str, int, int], int] = {}
+    for path, config in run._journals:
+        replay = Replay(path, config, rules=rules_of(config))
+        for _, event, commands in replay:
+            state = replay.core.state
+            host_of = {engine.id: engine.seat.host for engine in state.engines.values()}
+            for command in commands:
+                match command:
+                    case Migrate(number=number, source=source, target=target):
+                        moves[number] = host_of[source] != host_of[target]
+                    case StartTurn(trajectory_id=trajectory_id, attempt=attempt, turn=turn):
+                        key, host = (trajectory_id, attempt, turn), host_of[command.engine_id]
+                        counts["turns"] += command.resume and turns.get(key, host) != host
+                        turns[key] = host
+            match event:
+                case MigrationDone(number=number, moved_tokens=moved):
+                    counts["kv"] += moved > 0 and moves[number]
+                case WeightsFetched(relay_id=relay_id, nbytes=nbytes) if state.hosts.ranks:
+                    part = part_of(state)
+                    assert part is not None, "a relay has fetched"
+                    beside = part.relays[relay_id].host == state.hosts.ranks[0].host
+                    counts["parts"] += beside and nbytes > 0
+    return counts
+
+
 def await_true(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
@@ -205,7 +254,7 @@ def test_a_link_is_cut_for_20_seconds(lakes: Lakes[HostsByHand]) -> None:
         run.wait(lambda: run.now() - since >= 20, LIMIT_S, "20 seconds")
         lakes.hosts.restore(victim)
         run.wait_for(lambda: run.joined_after(name, since), f"host {name} again")
-        run.wait(lambda: run.serves_on(name), LIMIT_S, "an engine there")
+        run.wait(lambda: serves_on(run, name), LIMIT_S, "an engine there")
         lakes.end(run)
 
 
@@ -219,7 +268,7 @@ def test_a_host_hangs_for_30_seconds(either: Lakes[Any]) -> None:
         run.wait(lambda: run.now() - since >= 30, LIMIT_S, "30 seconds")
         either.hosts.wake(victim)
         run.wait_for(lambda: run.joined_after(name, since), f"host {name} again")
-        run.wait(lambda: run.serves_on(name), LIMIT_S, "an engine there")
+        run.wait(lambda: serves_on(run, name), LIMIT_S, "an engine there")
         assert not before & either.hosts.started_by_agents(victim)
         if isinstance(either.hosts, HostsByHand):
             assert name in either.hosts.agents_left()
@@ -291,14 +340,14 @@ def test_ranks_and_trajectories_use_two_hosts(
         # in mode decoupled, KV moves only where engines have little left to do
         decoupled = run.config.rollout.mode is ModeName.DECOUPLED
         expected = {"parts"} if decoupled else {"kv", "parts"}
-        run.wait(lambda: {*+run.crossings()} >= expected, LIMIT_S, "what crosses hosts")
+        run.wait(lambda: {*+crossings(run)} >= expected, LIMIT_S, "what crosses hosts")
         name, since = run.trainer_host(), run.now()
         lakes.hosts.fail(lakes.hosts.number(name))
         noticed(run, name, since)
         assert len({rank.host for rank in run.state().hosts.ranks}) == 1
         lakes.end(run)
         if decoupled:
-            assert run.crossings()["turns"]
+            assert crossings(run)["turns"]
 
 
 @pytest.mark.parametrize("with_first_rank", [True, False])
@@ -319,7 +368,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns(
         state = run.state()
         assert {rank.host for rank in state.hosts.ranks} == {0, 1}
         assert {engine.seat.host for engine in state.engines.values()} == {0, 1}
-        assert run.crossings()["parts"]
+        assert crossings(run)["parts"]
         lost = run.trainer_host()
         if not with_first_rank:
             lost = lakes.hosts.name(lakes.other(run))
