@@ -120,14 +120,8 @@ class VllmServer:
             raise PeerError(f"{self._python!r} is not a program that can be run")
         self._reserved_port = _reserved_port()
         self.port = int(self._reserved_port.getsockname()[1])
-        command = [
-            os.path.abspath(program),
-            "-I",
-            subprocess_guard.__file__,
-            "-m",
-            MODULE,
-            *self._options(),
-        ]
+        guarded = [os.path.abspath(program), "-I", subprocess_guard.__file__]
+        command = [*guarded, "-m", MODULE, *self._options()]
         # Another interpreter has nothing to do with our module path; what it compiles
         # and its sockets' files are thrown away.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -203,14 +197,9 @@ class VllmServer:
             "max_tokens": wanted,
             "ignore_eos": True,
         }
-        body = json.dumps(
-            {"token_ids": request.tokens, "sampling_params": sampling, "stream": False}
-        )
-        sampled = len(
-            self._json("POST", "/inference/v1/generate", body, timeout_s=ANSWER_S)["choices"][0][
-                "token_ids"
-            ]
-        )
+        asked = {"token_ids": request.tokens, "sampling_params": sampling, "stream": False}
+        answer = self._json("POST", "/inference/v1/generate", json.dumps(asked), timeout_s=ANSWER_S)
+        sampled = len(answer["choices"][0]["token_ids"])
         if sampled != wanted:
             raise self._failed(f"gave {sampled} tokens instead of {wanted}")
 
@@ -245,25 +234,13 @@ class VllmServer:
         )
 
     def _options(self) -> list[str]:
-        # Blocks of 32 tokens are the smallest that its attention takes; 128, the
-        # default, would waste half of a short context.
-        sizes = [
-            "--dtype",
-            "float32",
-            "--kv-cache-memory-bytes",
-            str(self._kv_bytes),
-            "--block-size",
-            "32",
-        ]
         return [
-            "--model",
-            self._model,
-            "--host",
-            HOST,
-            "--port",
-            str(self.port),
+            *("--model", self._model, "--host", HOST, "--port", str(self.port)),
             *options(self.eager),
-            *sizes,
+            *("--dtype", "float32", "--kv-cache-memory-bytes", str(self._kv_bytes)),
+            # Blocks of 32 tokens are the smallest that its attention takes; 128, the
+            # default, would waste half of a short context.
+            *("--block-size", "32"),
         ]
 
 

@@ -61,11 +61,13 @@ def test_every_figure_is_present(result: Result) -> None:
     assert result.conditions["vllm"]["version"] == "0.0-fake"
 
 
+@pytest.mark.extended
 def test_the_conversation_is_served_from_the_cache_and_log_probs_are_exact(result: Result) -> None:
     assert value(result, "prefix_hit_rate_small") > 0.8
     assert 0 < value(result, "logprob_error_max_small") <= 1e-4
 
 
+@pytest.mark.extended
 def test_results_do_not_depend_on_the_batch(result: Result) -> None:
     assert value(result, "batch_mismatches_small") == 0
     assert 0 < value(result, "batch_logprob_change_max_small") <= 1e-4

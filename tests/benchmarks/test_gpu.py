@@ -29,6 +29,7 @@ def test_every_figure_is_positive() -> None:
     assert len(reported) == 5
 
 
+@pytest.mark.extended
 def test_a_part_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise EngineError("out of cheese")

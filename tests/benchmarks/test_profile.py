@@ -19,6 +19,7 @@ from rollweave.engine.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
 
 
+@pytest.mark.extended
 def test_simulations_read_a_profile(tmp_path: Path) -> None:
     random_model(model_cases(quick=True)[0]).save_pretrained(tmp_path / "model")
     result = bench_profile(tmp_path / "out" / "profile.json", tmp_path / "model", quick=True)

@@ -182,6 +182,7 @@ with Network(2) as net:
 
 @pytest.mark.variants
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.extended
 def test_nothing_outlives_a_killed_bench(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)],
@@ -203,6 +204,7 @@ def test_nothing_outlives_a_killed_bench(number: signal.Signals, tmp_path: Path)
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.extended
 async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: Path) -> None:
     with (
         Network(3, loopback=True) as net,
@@ -215,6 +217,7 @@ async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: P
     assert measured.repeated_bytes == 0
 
 
+@pytest.mark.extended
 async def test_a_relay_that_is_cut_off_is_bypassed(tmp_path: Path) -> None:
     with (
         namespaces(4) as net,
@@ -226,6 +229,7 @@ async def test_a_relay_that_is_cut_off_is_bypassed(tmp_path: Path) -> None:
     assert measured.repeated_bytes == 0
 
 
+@pytest.mark.extended
 async def test_every_variant_delivers_a_version(tmp_path: Path) -> None:
     count = 15 * 64 * 64
     versions = masked(np.random.default_rng(0), count, 0.01)

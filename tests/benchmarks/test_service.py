@@ -109,6 +109,7 @@ def engines() -> Iterator[dict[str, Any]]:
         yield json.loads(child.line)
 
 
+@pytest.mark.extended
 async def test_slot_engines_act_as_engines(engines: dict[str, Any]) -> None:
     """Each engine has one slot; as one they have two, and the turns of either are
     counted in the joint statistics.
@@ -145,6 +146,7 @@ def test_a_child_that_does_not_start_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("terminal", TERMINALS)
+@pytest.mark.extended
 async def test_every_command_does_something_in_either_terminal(terminal: Any) -> None:
     needs("zygote")
     if terminal == "tmux" and shutil.which("tmux") is None:
@@ -214,6 +216,7 @@ def finished(number: int) -> MemberStatus:
 
 
 @pytest.mark.parametrize("cancels", [True, False])
+@pytest.mark.extended
 async def test_unwanted_rollouts_are_cancelled_at_once_or_at_the_end(
     engines: dict[str, Any], cancels: bool
 ) -> None:

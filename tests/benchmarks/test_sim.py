@@ -21,6 +21,7 @@ def test_every_size_is_a_possible_placement(layout: str, gpus: int) -> None:
     assert made.rollout.groups_per_step * made.rollout.group_size == 8192
 
 
+@pytest.mark.extended
 def test_memory_is_that_of_one_process_alone() -> None:
     """A child's peak does not include its parent's memory."""
     ballast = bytearray(300 * 1024 * 1024)
@@ -29,6 +30,7 @@ def test_memory_is_that_of_one_process_alone() -> None:
     assert 5 < float(done.stdout) < 280 < len(ballast) / 1024**2
 
 
+@pytest.mark.extended
 def test_a_simulation_that_fails_is_reported() -> None:
     with pytest.raises(RuntimeError, match=r"benchmarks\.sim\.bench 65 machines failed"):
         sim.simulated(65, "machines")

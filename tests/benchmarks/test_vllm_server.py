@@ -17,6 +17,8 @@ from rollweave.schema.serving import GenerateRequest, Sampling
 
 from .fakes import fake_python
 
+pytestmark = pytest.mark.extended
+
 REQUESTS = [
     GenerateRequest(id=str(i), tokens=(1, 2, 3), sampling=Sampling(max_tokens=5)) for i in range(4)
 ]

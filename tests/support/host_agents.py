@@ -43,7 +43,7 @@ class Agents:
         programs: Programs = FAKES,
     ) -> None:
         modules = msgspec.structs.asdict(programs)
-        main = f"from benchmarks.agent_main import main; main(**{modules!r})"
+        main = f"from tests.support.agent_main import main; main(**{modules!r})"
         for name in names:
             self.processes[name] = Forked(
                 [

@@ -91,7 +91,7 @@ async def agent(
     end.
     """
     process = await forked(
-        *(sys.executable, "-c", f"from benchmarks.agent_main import main; main(role={role!r})"),
+        *(sys.executable, "-c", f"from tests.support.agent_main import main; main(role={role!r})"),
         *("host", "--join", address, "--name", name, *options),
         env={**os.environ, "ROLLWEAVE_HOST_SECRET": secret.decode(), "PYTHONPATH": str(ROOT)},
         stdout=asyncio.subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """`rollweave host` with other programs than Rollweave's: `main(engine="module", …)`.
 
-An agent chooses the modules of its programs itself, so a bench or a test that replaces
-one starts its agents by this module.
+An agent chooses the modules of its programs itself, so a test that replaces one starts
+its agents by this module.
 """
 
 import dataclasses
