@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 from rollweave.cli.main import app
 from rollweave.envs.registry import ENTRY_POINTS
 from rollweave.sandbox.images import Recipe
-from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.loading import settings_of, validated
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.simulation import ServingFile
+from rollweave.schema.config.simulation import HostsFile, ServingFile
 from tests.support.pages import inline_code
 
 ROOT = Path(__file__).parents[1]

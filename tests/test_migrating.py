@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.schema.config.former import FORMER
+from rollweave.schema.config.loading import FORMER
 from rollweave.schema.config.reference import parts
 from tests.support.pages import inline_code, table_rows
 

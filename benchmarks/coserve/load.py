@@ -17,8 +17,7 @@ import msgspec
 
 from benchmarks.harness import die_with_us, environment
 from rollweave.engine.clients.dialects import GENERATE_PATH
-from rollweave.schema.base import Struct
-from rollweave.schema.packing import as_json
+from rollweave.schema.base import Struct, as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
 from rollweave.sim.traffic import SECOND_PEAKS, Arrival
 

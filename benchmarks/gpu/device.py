@@ -16,7 +16,7 @@ from rollweave.io.machine import gpu_memory, memory_bytes
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import EngineError
-from rollweave.schema.needs import Need
+from rollweave.schema.hosts import Need
 from rollweave.schema.serving import (
     EngineSpec,
     GenerateRequest,

@@ -31,8 +31,8 @@ from benchmarks.scheduling.rollouts import (
 from rollweave.engine.servers.vllm import vllm_version
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.base import Struct, TrajectoryId
-from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import VLLM_HEAD_DIM, ScratchModel
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import Programs
 from rollweave.train.scratch import build_checkpoint

@@ -10,8 +10,7 @@ from rollweave.core.mechanisms.costs.interference import CostTable, tabulate
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime
 from rollweave.sim.cost import EngineCost
-from rollweave.sim.hardware import gpu
-from rollweave.sim.models import MODELS
+from rollweave.sim.hardware import MODELS, gpu
 from rollweave.sim.workload import workload
 
 MODEL, GPU = "qwen3-14b", "h100"

@@ -27,8 +27,7 @@ from rollweave.schema.serving import (
     Ready,
 )
 from rollweave.sim.cost import EngineCost
-from rollweave.sim.hardware import gpu
-from rollweave.sim.models import model
+from rollweave.sim.hardware import gpu, model
 
 GPU, MODEL = "h100", "qwen3-14b"
 """Modeled hardware and model: those of Heddle's ablations (§7.2, §7.3)."""

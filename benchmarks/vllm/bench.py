@@ -27,7 +27,7 @@ from rollweave.record.journal import JournalReader
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.loading import load
-from rollweave.schema.config.model import VLLM_HEAD_DIM
+from rollweave.schema.config.training import VLLM_HEAD_DIM
 from rollweave.schema.events import TurnFailed
 from rollweave.schema.work import SegmentKind, TokenSequence
 from rollweave.train.scratch import build_checkpoint

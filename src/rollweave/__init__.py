@@ -151,7 +151,7 @@ def train(
     RollweaveError for a run that failed, and KeyboardInterrupt after the orderly end of
     a run that the user stopped.
     """
-    from rollweave.cli.start import train_quietly
+    from rollweave.cli.train import train_quietly
 
     return train_quietly(config, overrides, resume=resume, fresh=fresh, inproc=inproc)
 

@@ -20,9 +20,9 @@ from rollweave.record.report.data import read_run
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.record.trace import TRAINER, Trace
-from rollweave.schema.config.algorithm import PUBLISHED_LOSSES, Correction
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.rollout import ModeName
+from rollweave.schema.config.training import PUBLISHED_LOSSES, Correction
 from tests.support.synthetic_run import STEP_S, write_run
 
 

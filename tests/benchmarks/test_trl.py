@@ -32,7 +32,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.schema.chat import Message
 from rollweave.schema.config.loading import load
-from rollweave.schema.config.model import ScratchModel
+from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Purpose, SegmentKind, Task
 from rollweave.train.scratch import build_checkpoint

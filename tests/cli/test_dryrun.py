@@ -28,8 +28,8 @@ from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
 from rollweave.schema.config.loading import dumps, loads
-from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sim import faults as bench
-from rollweave.cli import faults
-from rollweave.cli.faults import replay_command
+from rollweave.cli import simulate
+from rollweave.cli.simulate import replay_command
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.faults import Report
 from tests.support.commands import invoke
@@ -64,7 +64,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
             faults={},
         )
 
-    monkeypatch.setattr(faults, "search", search)
+    monkeypatch.setattr(simulate, "search", search)
 
 
 @pytest.mark.usefixtures("broken")

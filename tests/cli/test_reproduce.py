@@ -7,7 +7,7 @@ from rollweave.cli.main import app
 
 
 def test_it_says_how_to_install_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollweave.cli.reproduce.entry_points", lambda group: ())
+    monkeypatch.setattr("rollweave.cli.bench.entry_points", lambda group: ())
     result = CliRunner().invoke(app, ["reproduce", "--quick"])
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()

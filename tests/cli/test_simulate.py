@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from rollweave.cli.main import app
 from rollweave.schema.config.loading import loads
-from rollweave.sim.ignored import ALL, IGNORED, ignored
+from rollweave.sim.run import ALL, IGNORED, ignored
 
 CONFIG = """
 [run]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollweave.core.policy.waiting import Wait
-from rollweave.schema.packing import as_json
+from rollweave.schema.base import as_json
 from rollweave.schema.status import RunStatus
 from tests.support.core import config
 from tests.support.random_world import World

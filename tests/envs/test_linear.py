@@ -15,8 +15,7 @@ from rollweave.rollout.chat.replies import Hermes
 from rollweave.rollout.gateway.requests import _has_too_many_tokens
 from rollweave.rollout.reward_sources import GRADE, VERDICT
 from rollweave.sandbox.tools import plain
-from rollweave.schema.failures import failure_kind
-from rollweave.schema.text import decimal, shortened
+from rollweave.schema.text import decimal, failure_kind, shortened
 from rollweave_envs.changes import patch
 from rollweave_envs.reasoning import answer_in
 

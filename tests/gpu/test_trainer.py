@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.needs import CUDA_BYTES
+from rollweave.schema.hosts import CUDA_BYTES
 from rollweave.schema.training import (
     Publish,
     Published,

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from rollweave.core.core import Core
+from rollweave.schema.base import packed
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, RunStarted
-from rollweave.schema.packing import packed
 from rollweave.sim.faults import search
 from tests.journals.recording import (
     STATUS_EVERY,

@@ -16,10 +16,10 @@ import zstandard
 
 from rollweave.core.core import Core
 from rollweave.envs.tasks import rules_of
+from rollweave.schema.base import as_json, packed
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
-from rollweave.schema.packing import as_json, packed
 from tests.support.core import always_split
 
 DIGEST_BYTES = 6

@@ -17,7 +17,7 @@ from rollweave.core.core import Core
 from rollweave.io.disk import NEW_SUFFIX
 from rollweave.record.journal import JOURNAL, RECORD, JournalReader, Replay, RunJournal, digest
 from rollweave.record.record_file import HEAD, HEADER
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, packed
 from rollweave.schema.commands import ResumeEngine, SetTimer
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
@@ -33,7 +33,6 @@ from rollweave.schema.events import (
     TrainerReady,
     WeightsPublished,
 )
-from rollweave.schema.packing import packed
 from tests.support.properties import examples
 from tests.support.variants import mostly_extended
 

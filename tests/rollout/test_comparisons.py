@@ -20,7 +20,7 @@ from rollweave.rollout.rewards import Comparisons, Rewards, check_reward, compar
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelComparison, CompareGroup
-from rollweave.schema.config.rewards import RewardConfig
+from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event, GroupCompared
 from rollweave.schema.work import (

@@ -24,7 +24,7 @@ from rollweave.rollout.rewards import DomainRewards, Rewards, check_reward
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.commands import CancelTrajectory
-from rollweave.schema.config.rewards import RewardConfig
+from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import AttemptDelayed, RewardFailed, RewardReady, TrajectoryEnded

@@ -18,7 +18,7 @@ from rollweave.rollout.teacher import (
     TeacherError,
     check_teacher,
 )
-from rollweave.schema.config.algorithm import TeacherConfig
+from rollweave.schema.config.training import TeacherConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engine.vllm_server import VARIABLE, VllmServer
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.teacher import Teacher, TeacherError, check_teacher
-from rollweave.schema.config.algorithm import TeacherConfig
-from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel
+from rollweave.schema.config.training import VLLM_HEAD_DIM, ScratchModel, TeacherConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.scratch import build_checkpoint, build_tokenizer
 from tests.support.engines import VLLM_START_S, needs_vllm

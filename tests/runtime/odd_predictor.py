@@ -4,7 +4,7 @@ import os
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.prediction import (
+from rollweave.schema.training import (
     PredictedLength,
     PredictionRequest,
     PredictorMessage,

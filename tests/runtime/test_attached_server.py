@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.harness import free_port
 from rollweave.runtime.preflight.dryrun import plan
-from rollweave.schema.config.model import ScratchModel
+from rollweave.schema.config.training import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.runtime.lost_servers import EXACT, serving
 from tests.support.real_runs import Lineage, check_totals, lake, lines, living

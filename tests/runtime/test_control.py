@@ -16,16 +16,9 @@ from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.runtime import control
 from rollweave.runtime.control import LINE_BYTES, MAX_CONNECTIONS, Control, ask
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, as_json
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.control import (
-    AddEngines,
-    ControlReply,
-    ControlRequest,
-    ListEngines,
-    WithdrawEngine,
-)
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.events import (
     CheckpointSaved,
@@ -37,7 +30,13 @@ from rollweave.schema.events import (
     WeightsPublished,
 )
 from rollweave.schema.events import TrainerReady as Ready
-from rollweave.schema.packing import as_json
+from rollweave.schema.status import (
+    AddEngines,
+    ControlReply,
+    ControlRequest,
+    ListEngines,
+    WithdrawEngine,
+)
 from tests.support.core import ALLOCATION, config
 
 E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")

@@ -14,8 +14,8 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import CounterSnapshot
 from rollweave.runtime.launch import train
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.prediction import PredictorStats
 from rollweave.schema.serving import EngineStats, LendingStats
+from rollweave.schema.training import PredictorStats
 from rollweave.schema.work import BLAME_OF
 from tests.support import fake_runs, recorded_runs
 from tests.support.pages import documented_metrics

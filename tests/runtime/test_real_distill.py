@@ -14,8 +14,8 @@ import torch
 
 from rollweave.envs.frozenlake import FrozenLake
 from rollweave.record.store import TrajectoryReader
-from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.work import Purpose
 from rollweave.train.scratch import build_checkpoint
 from tests.support.real_runs import (

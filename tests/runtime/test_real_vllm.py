@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.engine.vllm_server import VARIABLE
 from rollweave.schema.config.loading import load
-from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel
+from rollweave.schema.config.training import VLLM_HEAD_DIM, ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.runtime.lost_servers import EXACT, lose_nothing_with_lost_servers
 from tests.support import real_runs

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.envs.threads import describe_error
-from rollweave.schema.failures import failure_kind, raised
-from rollweave.schema.text import ERROR_CHARS
+from rollweave.schema.text import ERROR_CHARS, failure_kind, raised
 
 METHODS = st.sampled_from(["reset", "step", "env_error: making the environment"])
 CLASSES = st.sampled_from(["KeyError", "OSError"])

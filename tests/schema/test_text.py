@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.schema.base import TrajectoryId
+from rollweave.schema.base import TrajectoryId, as_json, packed
 from rollweave.schema.events import Event, RewardFailed
-from rollweave.schema.packing import as_json, packed
 from rollweave.schema.text import decimal, shortened, valid, valid_tree, whole
 from rollweave.schema.work import StopReason
 

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.record.store import StoredAttempt
-from rollweave.schema.base import TaskId, TrajectoryId
+from rollweave.schema.base import TaskId, TrajectoryId, as_json
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.packing import as_json
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import Purpose, Task
 from rollweave.service.jobs import Job, JobStore, Result

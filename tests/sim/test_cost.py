@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rollweave.schema.errors import ConfigError
 from rollweave.sim import cost
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
-from rollweave.sim.hardware import GPUS, Gpu, gpu, link
-from rollweave.sim.models import model
+from rollweave.sim.hardware import GPUS, Gpu, gpu, link, model
 from tests.support.simulation import decode_step, looped
 
 PLACEMENTS = [

@@ -14,10 +14,9 @@ from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import EngineCost, SharedCost
-from rollweave.sim.hardware import gpu
+from rollweave.sim.hardware import gpu, model
 from rollweave.sim.hosts import SimHosts
 from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.models import model
 from rollweave.sim.world import World, costs_of
 from tests.support.properties import checked_every
 from tests.support.simulation import config, decode_step

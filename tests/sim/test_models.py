@@ -3,7 +3,7 @@
 import pytest
 
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.models import MODELS, ModelShape, model
+from rollweave.sim.hardware import MODELS, ModelShape, model
 
 CARDS = {  # billions: all parameters, without embedding and head, active
     "qwen2.5-7b": (7.61, 6.53, 7.61),

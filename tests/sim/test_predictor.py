@@ -12,7 +12,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
-from rollweave.sim.predictor import PREDICTION_S, SimPredictor
+from rollweave.sim.effects import PREDICTION_S, SimPredictor
 from rollweave.train.lengths import build_regressor
 from tests.support.revealed_lengths import Example, trajectories
 

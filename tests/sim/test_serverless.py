@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollweave.sim.serverless import COLD_S, KEEP_S, WARM_S, Serverless
+from rollweave.sim.workers import COLD_S, KEEP_S, WARM_S, Serverless
 
 
 def test_calls_are_cold_at_first_and_after_the_keep_time() -> None:

@@ -21,9 +21,8 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCost
 from rollweave.sim.engine import SimEngine
 from rollweave.sim.fleet import SimFleet
-from rollweave.sim.hardware import gpu, link
+from rollweave.sim.hardware import gpu, link, model
 from rollweave.sim.kv import Request
-from rollweave.sim.models import model
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.workload import Plan, TurnPlan

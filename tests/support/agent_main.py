@@ -6,7 +6,7 @@ its agents by this module.
 
 import dataclasses
 
-from rollweave.cli import host
+from rollweave.cli import fleet
 from rollweave.cli.entry import main as rollweave
 from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.schema.hosts import Programs
@@ -14,11 +14,11 @@ from rollweave.schema.hosts import Programs
 
 def main(**modules: str) -> None:
     """Run the command line with these modules in place of the programs'."""
-    made = host.agent_for
+    made = fleet.agent_for
 
-    def agent_for(joining: host.Joining) -> HostAgent:
+    def agent_for(joining: fleet.Joining) -> HostAgent:
         permissions = dataclasses.replace(joining.permissions, programs=Programs(**modules))
         return made(dataclasses.replace(joining, permissions=permissions))
 
-    host.agent_for = agent_for
+    fleet.agent_for = agent_for
     rollweave()

@@ -11,8 +11,8 @@ from rollweave.core.policy.routing import PrefillSite
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.config.ablation import PRIORITIES
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import PRIORITIES
 from tests.support.random_world import World
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")

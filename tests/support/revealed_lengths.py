@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rollweave.core.policy.predict import ProgressivePredictor, pearson, recall_of_longest
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 
 TURNS = 5
 

@@ -7,7 +7,7 @@ from rollweave.sim.coserving import Memory
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
 from rollweave.sim.lender import PAGE_BYTES, Lender, Served
-from rollweave.sim.lent import LentEngine
+from rollweave.sim.lending import LentEngine
 from tests.support.simulation import Linear
 
 COST = Linear(kv_tokens=4000)

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
-from rollweave.schema.config.model import HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import HEAD_DIM, ScratchModel
 from rollweave.schema.work import (
     Batch,
     Blame,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.config.algorithm import AlgorithmConfig
+from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.schema.work import (
     TRAINABLE,
     Limits,

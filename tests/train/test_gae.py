@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from rollweave.schema.base import GroupId
-from rollweave.schema.config.algorithm import AlgorithmConfig
+from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.schema.work import (
     Batch,
     ScoredGroup,

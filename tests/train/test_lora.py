@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rollweave.runtime.preflight.model import _transformers
 from rollweave.runtime.preflight.site import Site
-from rollweave.schema.config.model import LoraConfig
+from rollweave.schema.config.training import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
     Restore,

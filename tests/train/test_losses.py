@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.config.algorithm import AlgorithmConfig
+from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.train import losses
 from rollweave.train.losses import IS_CAP, k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.update import TOKEN_SUMS, age_shares, metrics_from_sums

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.config.algorithm import AlgorithmConfig
+from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.schema.work import (
     Batch,
     ScoredGroup,

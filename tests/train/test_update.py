@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollweave.schema.config.algorithm import AlgorithmConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.schema.training import Trained, TrainOn
 from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import ModelConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import TokenSequence
 from rollweave.train import trainer

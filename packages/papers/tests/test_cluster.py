@@ -9,8 +9,7 @@ import pytest
 
 from rollweave.schema.work import StopReason
 from rollweave.sim.cost import TrainerCost
-from rollweave.sim.hardware import gpu, link
-from rollweave.sim.models import model
+from rollweave.sim.hardware import gpu, link, model
 from rollweave.sim.workload import Plan, Workload, workload
 from rollweave.sim.world import costs_of
 from rollweave_papers.cluster import (

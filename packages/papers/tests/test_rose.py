@@ -10,8 +10,7 @@ import pytest
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.sim.hardware import link
-from rollweave.sim.models import model
+from rollweave.sim.hardware import link, model
 from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.world import costs_of
 from rollweave_papers.cluster import rollout_s, steps_of

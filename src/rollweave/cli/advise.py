@@ -23,9 +23,8 @@ from rollweave.schema.text import human_seconds
 from rollweave.sim.advise import Advice, Pool, Splits, search
 from rollweave.sim.candidates import Candidate, EngineGroup, Prediction, fastest_first, limit
 from rollweave.sim.families import FAMILIES
-from rollweave.sim.hardware import gpu
+from rollweave.sim.hardware import gpu, model
 from rollweave.sim.hosts import NO_POOL, gpu_of
-from rollweave.sim.models import model
 from rollweave.sim.rerun import Reruns
 from rollweave.sim.trial import trials_in
 from rollweave.sim.world import PROFILE, section, workloads_of

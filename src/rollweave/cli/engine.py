@@ -18,7 +18,7 @@ from aiohttp import web
 from rich.markup import escape
 
 from rollweave.cli.console import err, out
-from rollweave.cli.host import Joining, agent_for
+from rollweave.cli.fleet import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer

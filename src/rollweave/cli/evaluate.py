@@ -21,9 +21,8 @@ from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import must_pass
 from rollweave.schema.config.loading import load, loads
-from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.training import EVAL_EPISODES, EvalConfig, WarmupConfig
+from rollweave.schema.config.training import EVAL_EPISODES, EvalConfig, ModelConfig, WarmupConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.serving import COLDEST
 from rollweave.schema.text import human_seconds

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollweave.runtime.preflight.layout import COMFORT, RELAY, Layout, Memory, Process
-from rollweave.schema.needs import Need
+from rollweave.schema.hosts import Need
 from rollweave.schema.text import human_bytes
 
 BAR = 10

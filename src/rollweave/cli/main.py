@@ -296,7 +296,7 @@ def rescore(run: Run) -> None:
     its records. RUN must not be running.
     """
     with errors_reported():
-        from rollweave.cli.rescore import rescore as work
+        from rollweave.cli.records import rescore as work
 
         work(run)
 
@@ -410,7 +410,7 @@ def reproduce(
     numbers.
     """
     with errors_reported():
-        from rollweave.cli.reproduce import reproduce as work
+        from rollweave.cli.bench import reproduce as work
 
         work(names or [], quick=quick, as_json=json_, write=write)
 
@@ -552,8 +552,8 @@ def host(
     here.
     """
     with errors_reported():
-        from rollweave.cli.host import Joining
-        from rollweave.cli.host import host as work
+        from rollweave.cli.fleet import Joining
+        from rollweave.cli.fleet import host as work
         from rollweave.runtime.hosts.agent import Permissions
 
         work(
@@ -664,7 +664,7 @@ def engines(
 ) -> None:
     """List the engines of RUN while it trains, or add or remove engines."""
     with errors_reported():
-        from rollweave.cli.engines import engines as work
+        from rollweave.cli.fleet import engines as work
 
         work(run, add=add, group=group, remove=remove, now=now, as_json=json_)
 
@@ -673,7 +673,7 @@ def engines(
 def report(run: Run) -> None:
     """Write the report of RUN as one self-contained HTML file."""
     with errors_reported():
-        from rollweave.cli.report import report as work
+        from rollweave.cli.records import report as work
 
         work(run)
 
@@ -696,7 +696,7 @@ def export(
 ) -> None:
     """Write all trajectories of RUN, with their tokens, to one file."""
     with errors_reported():
-        from rollweave.cli.export import export as work
+        from rollweave.cli.records import export as work
 
         work(run, format_=format_, output=output)
 
@@ -714,7 +714,7 @@ def ui(
 ) -> None:
     """Show the runs in DIR in a browser on this machine, as they proceed."""
     with errors_reported():
-        from rollweave.cli.ui import ui as work
+        from rollweave.cli.records import ui as work
 
         work(directory, port=port, token_env=token_env)
 

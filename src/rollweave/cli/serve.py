@@ -12,8 +12,8 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
-from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import ModelConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.service import launch
 from rollweave.service.engines import backend_factory

@@ -25,8 +25,8 @@ from rollweave.record.transcript import (
     transcript,
     versions,
 )
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.packing import as_json
 from rollweave.schema.text import human_seconds
 from rollweave.schema.work import (
     Purpose,

@@ -33,10 +33,10 @@ from rollweave.core.policy.experience import Rule
 from rollweave.core.run import Handler, Mechanism, Run, Step
 from rollweave.core.state import Phase, State
 from rollweave.schema import events as e
+from rollweave.schema.base import packed
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
-from rollweave.schema.packing import packed
 
 
 class Kernel:

@@ -34,8 +34,8 @@ from rollweave.core.state import (
 from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
+from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.events import Event
 from rollweave.schema.work import Purpose, StopReason
 

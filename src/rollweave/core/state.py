@@ -381,7 +381,7 @@ class Phase(enum.StrEnum):
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A failed attempt: its stage, what it has in common with others that fail in the
-    same way (`schema/failures`), and its task.
+    same way (`schema/text`), and its task.
     """
 
     stage: Stage

@@ -21,7 +21,7 @@ from rollweave.schema.events import (
     RewardReady,
     TrajectoryEnded,
 )
-from rollweave.schema.failures import failure_kind
+from rollweave.schema.text import failure_kind
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
 # Events.

@@ -1,4 +1,4 @@
-"""The memory that an engine needs (`schema/needs`). It is exact for weights and KV."""
+"""The memory that an engine needs (`schema/hosts`). It is exact for weights and KV."""
 
 import math
 
@@ -8,7 +8,7 @@ from rollweave.engine.servers.kinds import kind_of
 from rollweave.io.machine import computed_dtype
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.needs import Need, computing
+from rollweave.schema.hosts import Need, computing
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape
 

@@ -33,8 +33,8 @@ from rollweave.envs.threads import (
 from rollweave.sandbox.base import HOST, is_reference
 from rollweave.schema.base import TaskId, copied, mix
 from rollweave.schema.chat import Message
+from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
 from rollweave.schema.text import valid_tree

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollweave.schema.errors import EnvError, RollweaveError
-from rollweave.schema.failures import raised
-from rollweave.schema.text import shortened, valid
+from rollweave.schema.text import raised, shortened, valid
 
 MAX_ABANDONED = 64
 """Maximum number of abandoned calls that have not returned; beyond this number no

@@ -21,8 +21,8 @@ from os import open as open_descriptor
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from rollweave.schema.base import DEPTH, is_deep
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.text import valid
 
 CHUNK = 1 << 20

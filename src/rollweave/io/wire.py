@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import msgspec
 
+from rollweave.schema.base import packed
 from rollweave.schema.errors import WireError
-from rollweave.schema.packing import packed
 
 LENGTH = struct.Struct("<I")
 

@@ -27,7 +27,7 @@ from rollweave.record.transcript import (
     template_arguments,
     tokenizer_of,
 )
-from rollweave.schema.packing import as_json
+from rollweave.schema.base import as_json
 from rollweave.schema.work import SegmentKind, TokenSequence, Trajectory
 
 BATCH = 256

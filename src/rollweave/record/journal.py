@@ -21,12 +21,11 @@ from rollweave.core.core import Core
 from rollweave.core.policy.experience import Rule
 from rollweave.io.disk import AppendFile, replace_file
 from rollweave.record.record_file import RecordFormat
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, packed
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.events import Event, RunStarted
-from rollweave.schema.packing import packed
 
 SCHEMA_VERSION = 7
 """Version of the schema of events and of the core's state. It increases with a change

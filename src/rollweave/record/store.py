@@ -23,9 +23,8 @@ import xxhash
 from rollweave.io.disk import AppendFile, replace_file, writing
 from rollweave.io.reading import named, opened, whole
 from rollweave.record.record_file import HEAD, HEADER, RecordFormat
-from rollweave.schema.base import TaggedStruct, TrajectoryId
+from rollweave.schema.base import TaggedStruct, TrajectoryId, packed
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
-from rollweave.schema.packing import packed
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory, Unscored
 
 RECORD = 1

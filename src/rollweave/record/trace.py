@@ -14,8 +14,8 @@ from typing import Any
 
 from rollweave.io.disk import AppendFile, writing
 from rollweave.io.reading import lines
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import DiskError
-from rollweave.schema.packing import as_json
 
 LIMIT = 500_000
 """Maximum number of events in one trace: about 60 MB, which a viewer still opens."""

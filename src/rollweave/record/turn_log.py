@@ -34,9 +34,8 @@ import xxhash
 
 from rollweave.io.disk import NEW_SUFFIX, AppendFile, replace_file, writing
 from rollweave.record.record_file import RecordFormat
-from rollweave.schema.base import TaggedStruct, TrajectoryId
+from rollweave.schema.base import TaggedStruct, TrajectoryId, packed
 from rollweave.schema.errors import CorruptJournalError, DiskError
-from rollweave.schema.packing import packed
 from rollweave.schema.serving import GenerateResult, Sampling, TokenDelta
 
 RECORD = 1

@@ -17,10 +17,9 @@ from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.rollout.chat.codec import AgentConfig, ChatError
 from rollweave.rollout.chat.conversation import Conversation
 from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_of
-from rollweave.schema.base import mix
+from rollweave.schema.base import as_json, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (
     Segment,

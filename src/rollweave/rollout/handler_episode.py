@@ -31,11 +31,10 @@ from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
-from rollweave.schema.base import mix
+from rollweave.schema.base import DEPTH, is_deep, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
-from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import (

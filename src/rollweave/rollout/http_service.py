@@ -25,8 +25,8 @@ from rollweave.engine.clients.transport import (
     read_bounded,
     retry_after_s,
 )
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY, SERVICE_CALLS, ServiceWait
 
 T = TypeVar("T")

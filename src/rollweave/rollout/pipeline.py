@@ -42,7 +42,6 @@ from rollweave.schema.events import (
     RewardReady,
     TrajectoryEnded,
 )
-from rollweave.schema.prediction import LengthContext
 from rollweave.schema.rollouts import (
     AttemptEnded,
     AttemptReport,
@@ -51,6 +50,7 @@ from rollweave.schema.rollouts import (
     RolloutCommand,
     TurnAsked,
 )
+from rollweave.schema.training import LengthContext
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
 
 

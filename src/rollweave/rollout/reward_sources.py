@@ -27,11 +27,10 @@ from rollweave.envs.threads import EnvThreads
 from rollweave.rollout.chat.replies import openai_message
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.http_service import TRAJECTORIES, HttpService, ServiceError
-from rollweave.schema.base import Struct, TrajectoryId
+from rollweave.schema.base import Struct, TrajectoryId, as_json
 from rollweave.schema.chat import Message
-from rollweave.schema.config.rewards import JudgeConfig, RewardConfig
+from rollweave.schema.config.rollout import JudgeConfig, RewardConfig
 from rollweave.schema.errors import ConfigError, EnvError, FieldError, RewardError
-from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import PAYLOAD_BYTES, ServiceWait
 from rollweave.schema.work import StopReason, Task, Unscored
 

@@ -31,13 +31,12 @@ from rollweave.io.loop_thread import run_apart
 from rollweave.record.store import Scored, TrajectoryStore
 from rollweave.rollout.driver import EpisodeStopError, Spans, SpawnTask
 from rollweave.rollout.reward_sources import Finished, Source, finished_attempt, source_of
-from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
+from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId, as_json
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelComparison, CompareGroup
-from rollweave.schema.config.rewards import ENV_REWARD, RewardConfig
+from rollweave.schema.config.rollout import ENV_REWARD, RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event, GroupCompared
-from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.work import BLAME_OF, Comparison, StopReason, Task
 

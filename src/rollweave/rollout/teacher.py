@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from rollweave.engine.clients.responses import ResponseError, parse
 from rollweave.io.loop_thread import run_apart
 from rollweave.rollout.http_service import HttpService, RefusedError, ServiceError
-from rollweave.schema.config.algorithm import TeacherConfig
+from rollweave.schema.config.training import TeacherConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.work import TokenSequence

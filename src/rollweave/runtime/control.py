@@ -1,6 +1,6 @@
 """The control socket of a living run, which lists, adds and withdraws engines.
 
-A connection carries one line of JSON in each direction (`schema/control`). Invariants:
+A connection carries one line of JSON in each direction (`schema/status`). Invariants:
 only the run's own user can connect; a request takes effect in the core alone, by
 events, and is in the journal before it is answered; a client that sends nothing, too
 much or nonsense delays neither the run nor, for long, other clients; a run for which no
@@ -24,9 +24,12 @@ from rollweave.core.mechanisms.relays.state import is_relayed
 from rollweave.core.state import Engine, State
 from rollweave.runtime.pump import PostEvent
 from rollweave.runtime.tasks import Tasks
+from rollweave.schema.base import as_json
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.control import (
+from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn, Event
+from rollweave.schema.status import (
     AddEngines,
     ControlReply,
     ControlRequest,
@@ -34,9 +37,6 @@ from rollweave.schema.control import (
     ListEngines,
     WithdrawEngine,
 )
-from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn, Event
-from rollweave.schema.packing import as_json
 
 LINE_BYTES = 4096
 """Maximum length of a request: ten times that of any meaningful one."""
@@ -140,7 +140,7 @@ class Control:
         try:
             request = _decode.decode(line)
         except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-            return ControlReply(error=f"a request must be one of schema/control: {error}")
+            return ControlReply(error=f"a request must be one of schema/status: {error}")
         async with self._lock:
             return await self._execute(request)
 

@@ -34,9 +34,9 @@ from rollweave.runtime.supervisors.predictor import PredictorSupervisor
 from rollweave.runtime.supervisors.workers import WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema import commands as c
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import Event, RunStarted, StopRequested, WorldLost
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.status import STATUS_S, RunStatus
 

@@ -32,9 +32,8 @@ from rollweave.record.summary import CounterSnapshot
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.prediction import PredictorStats
 from rollweave.schema.serving import EngineStats
-from rollweave.schema.training import TrainMetrics
+from rollweave.schema.training import PredictorStats, TrainMetrics
 from rollweave.schema.work import Batch
 
 

@@ -34,9 +34,9 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Program, RankSlot, Share
-from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.schema.training import PredictorSpec
 from rollweave.schema.weights import RelaySpec
 
 BACKSTOP = 2.0

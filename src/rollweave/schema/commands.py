@@ -7,7 +7,7 @@ silently: a command that cannot be executed is answered by the failing event.
 
 from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.hosts import RankSlot
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 

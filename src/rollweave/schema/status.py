@@ -1,13 +1,18 @@
-"""The present state of a run as its file `status.json` has it, which a living run
-replaces every `STATUS_S` seconds: which parts work, which parts wait, for what, and for
-how long.
+"""The present state of a run as its file `status.json` has it, and the requests to a
+live run over its control socket, with their replies: one line of JSON each
+(`runtime/control`).
 
-Times are in seconds of the run's clock, except `written_at`.
+A living run replaces the file every `STATUS_S` seconds. It says which parts work, which
+parts wait, for what, and for how long. Times are in seconds of the run's clock, except
+`written_at`.
+
 """
+
+from typing import Annotated
 
 import msgspec
 
-from rollweave.schema.base import Struct
+from rollweave.schema.base import EngineId, Struct, TaggedStruct
 
 STATUS_S = 2.0
 """Seconds between two writes of the file."""
@@ -89,3 +94,62 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     workers: dict[str, int] = msgspec.field(default_factory=dict)
     hosts: dict[int, str] = msgspec.field(default_factory=dict)
     waits: tuple[WaitStatus, ...] = ()
+
+
+MOST_ENGINES = 64
+"""Maximum number of engines that one request may add."""
+
+
+class ListEngines(TaggedStruct, frozen=True, kw_only=True):
+    """List the engines."""
+
+
+class AddEngines(TaggedStruct, frozen=True, kw_only=True):
+    """Start `count` more engines with the settings of the group number `group` of the
+    configuration, from 0.
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_ENGINES)] = 1
+    group: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class WithdrawEngine(TaggedStruct, frozen=True, kw_only=True):
+    """Remove this engine: once its trajectories are over (`drain`), or now, so that
+    they continue elsewhere.
+    """
+
+    engine_id: EngineId
+    drain: bool = True
+
+
+ControlRequest = ListEngines | AddEngines | WithdrawEngine
+
+
+class EngineLine(Struct, frozen=True, kw_only=True):
+    """The state of an engine.
+
+    `version` is -1 before it has weights. `host` is the number of its host, or None
+    without relays.
+    """
+
+    id: EngineId
+    status: str
+    version: int
+    host: int | None
+    group: int
+    degree: int
+    slots: int
+    busy: int
+    joined: bool
+
+
+class ControlReply(Struct, frozen=True, kw_only=True):
+    """The engines `added` are starting.
+
+    `error` says why the request failed, or why no more engines than `added` were
+    started; it is "" on success.
+    """
+
+    engines: tuple[EngineLine, ...] = ()
+    added: tuple[EngineId, ...] = ()
+    error: str = ""

@@ -25,12 +25,11 @@ from rollweave.engine.clients.transport import OnRetry
 from rollweave.io.disk import replace_file
 from rollweave.io.reading import read_json
 from rollweave.schema.address import Hosts, host_of, ip_address
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, as_json
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn
-from rollweave.schema.packing import as_json
 from rollweave.schema.service import EngineRequest, EngineStatus
 from rollweave.service.base import ClosedError, ConflictError, FullError, UnknownError, WorldPort
 from rollweave.service.jobs import JobStore

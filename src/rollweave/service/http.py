@@ -16,8 +16,7 @@ from msgspec import Meta
 
 from rollweave.io.http.exposition import Sample, exposition
 from rollweave.schema.address import Hosts
-from rollweave.schema.base import EngineId, Struct
-from rollweave.schema.packing import as_json
+from rollweave.schema.base import EngineId, Struct, as_json
 from rollweave.schema.service import (
     Batch,
     Completions,

@@ -17,9 +17,8 @@ from pathlib import Path
 import msgspec
 
 from rollweave.record.store import StoredAttempt
-from rollweave.schema.base import GroupId, TrajectoryId
+from rollweave.schema.base import GroupId, TrajectoryId, as_json
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.packing import as_json
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import Task
 

@@ -21,12 +21,11 @@ from rollweave.core.state import Stage
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.store import TrajectoryStore
 from rollweave.runtime.tasks import DRAW_S, on_thread
-from rollweave.schema.base import TrajectoryId
+from rollweave.schema.base import DEPTH, TrajectoryId, is_deep
 from rollweave.schema.commands import Deliver
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError, RollweaveError
 from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
-from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.service import (
     Completion,
     Completions,

@@ -22,8 +22,8 @@ from msgspec import inspect
 
 from rollweave.io.http.bodies import body_of
 from rollweave.io.http.guard import OPEN
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.packing import as_json
 from rollweave.schema.service import Error, ErrorDetail, RolloutRequest
 from rollweave.schema.text import decimal, decoding_failure
 from rollweave.service.base import RefusedError, TooLargeError

@@ -16,8 +16,7 @@ from typing import Protocol
 from msgspec import structs
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.cluster import PoolConfig
-from rollweave.schema.config.engines import EngineConfig
+from rollweave.schema.config.engines import EngineConfig, PoolConfig
 from rollweave.schema.config.loading import validated
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
@@ -37,8 +36,7 @@ from rollweave.sim.candidates import (
     survivors,
 )
 from rollweave.sim.cost import EngineCost, TrainerCost
-from rollweave.sim.hardware import gpu, link
-from rollweave.sim.models import model
+from rollweave.sim.hardware import gpu, link, model
 from rollweave.sim.trial import AS_IT_IS, Factors, Length, Result, Trial, together
 from rollweave.sim.workload import Plan, Workload
 from rollweave.sim.world import ONLY_SERVE, costs_of, section

@@ -16,8 +16,7 @@ from typing import Protocol
 
 from rollweave.core.policy.relay import CHUNK_BYTES
 from rollweave.schema.errors import FieldError
-from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
-from rollweave.sim.models import BF16, ModelShape
+from rollweave.sim.hardware import BF16, GPUS_PER_MACHINE, Gpu, Link, ModelShape, link
 
 ENGINE_COMPUTE = 0.85
 """Share of a GPU's reachable matmul speed that an engine's prefill keeps: SGLang with

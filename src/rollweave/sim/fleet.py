@@ -21,8 +21,7 @@ from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.kv import Request
-from rollweave.sim.lending import Lending
-from rollweave.sim.lent import LentEngine
+from rollweave.sim.lending import Lending, LentEngine
 from rollweave.sim.relays import SimRelays
 
 RESTART_S = 60.0

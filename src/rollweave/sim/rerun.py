@@ -13,10 +13,9 @@ from rollweave.core.policy.modes import preset
 from rollweave.record.report.data import read_run as read_data
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.loading import validated
-from rollweave.schema.config.rollout import ModeName
+from rollweave.schema.config.rollout import BufferConfig, ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimConfig
-from rollweave.schema.config.tasks import BufferConfig
 from rollweave.schema.config.training import EvalConfig, WeightsConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.advise import pacings_of

@@ -22,7 +22,7 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.engine import Done
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.kv import Request
-from rollweave.sim.serverless import Judges
+from rollweave.sim.workers import Judges
 from rollweave.sim.workload import Plan, Workload
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from rollweave.schema.config.ablation import PARTITIONS, PLACEMENTS, POLICIES, PRIORITIES
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import PARTITIONS, PLACEMENTS, POLICIES, PRIORITIES
 from rollweave.schema.config.simulation import ServingFile, Sharing
 from rollweave.schema.work import StopReason
 from rollweave.sim.workload import Plan, Workload

@@ -22,12 +22,10 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.coserving import Memory
 from rollweave.sim.cost import ACTIVATION_BYTES, MEMORY_FRACTION, EngineCost
 from rollweave.sim.engine import SimEngine
-from rollweave.sim.hardware import Gpu, gpu
+from rollweave.sim.hardware import Gpu, ModelShape, gpu, model
 from rollweave.sim.hosts import NO_POOL, gpu_of
 from rollweave.sim.lender import ACTIVATION_S, Lender, Served
-from rollweave.sim.lending import Latencies, Lending
-from rollweave.sim.lent import LentEngine
-from rollweave.sim.models import ModelShape, model
+from rollweave.sim.lending import Latencies, Lending, LentEngine
 from rollweave.sim.traffic import Arrival, drawn, recorded
 
 OWN = ("cooperative", "ttft", "tpot")

@@ -26,20 +26,17 @@ from rollweave.schema.config.simulation import ServingFile, SimConfig
 from rollweave.schema.errors import ConfigError, FieldError, RollweaveError
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
-from rollweave.sim.effects import Effects, SimObserver
+from rollweave.sim.effects import Effects, SimObserver, SimPredictor
 from rollweave.sim.fleet import SimFleet
-from rollweave.sim.hardware import gpu, link
+from rollweave.sim.hardware import ModelShape, gpu, link, model
 from rollweave.sim.hosts import NO_POOL, SimHosts, degrees_of, gpu_of
 from rollweave.sim.lending import Lending
-from rollweave.sim.models import ModelShape, model
-from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
-from rollweave.sim.serverless import Judges
 from rollweave.sim.serving import lending_of
 from rollweave.sim.trainer import SimTrainer
-from rollweave.sim.workers import SimWorkers
+from rollweave.sim.workers import Judges, SimWorkers
 from rollweave.sim.workload import Workload, workload
 from rollweave.train.lengths import check_installed
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config.algorithm import OF_CRITIC, AlgorithmConfig
+from rollweave.schema.config.training import OF_CRITIC, AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, StopReason, Trajectory, TurnSpan
 from rollweave.train.losses import MAX_LOG_RATIO
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from rollweave.io.disk import PARTIAL, file_digest, new_directory
 from rollweave.io.tokenizer import tokenizer_files
-from rollweave.schema.config.model import ALL_LINEAR, LoraConfig
+from rollweave.schema.config.training import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup, Split
 from rollweave.weights.adapters import (

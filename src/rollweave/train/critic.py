@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from rollweave.io.machine import computed_dtype
-from rollweave.schema.config.algorithm import OF_CRITIC
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import OF_CRITIC
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch, Trajectory, TurnSpan
 from rollweave.train.advantages import MIN_DEVIATION, reward_of, turn_rewards, turns_of

@@ -6,8 +6,8 @@ Their module needs scikit-learn, and is imported when a regressor is built.
 from rollweave.core.policy.predict import Regressor
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.io.extras import how_to_install, missing_from
-from rollweave.schema.config.ablation import PREDICTORS
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import PREDICTORS
 from rollweave.schema.errors import ConfigError, FieldError
 
 

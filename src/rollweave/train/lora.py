@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from rollweave.schema.config.model import LoraConfig
+from rollweave.schema.config.training import LoraConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.distributed import RankGroup, Split, full_shape, local_tensor, own_rows
 from rollweave.weights.adapters import ADAPTER_WEIGHTS, PREFIX, A, B, targeted_layers

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config.algorithm import AlgorithmConfig
+from rollweave.schema.config.training import AlgorithmConfig
 
 IS_CAP = 2.0
 """Cap of the importance weights of all corrections but `icepop`."""

@@ -1,4 +1,4 @@
-"""The memory that the ranks of a trainer need (`schema/needs`).
+"""The memory that the ranks of a trainer need (`schema/hosts`).
 
 It is exact for weights, gradients and optimizer. The need of a backward pass is an
 estimate, which `rollweave bench memory` compares with peaks on a CPU and `rollweave
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from rollweave.io.machine import computed_dtype
+from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.tasks import TaskConfig
-from rollweave.schema.needs import Need, computing
+from rollweave.schema.hosts import Need, computing
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape

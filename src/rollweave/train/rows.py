@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from rollweave.schema.config.algorithm import AlgorithmConfig
+from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.schema.work import (
     Batch,
     Limits,

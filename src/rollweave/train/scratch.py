@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from rollweave.io.disk import new_directory
-from rollweave.schema.config.model import HEAD_DIM, ScratchModel
+from rollweave.schema.config.training import HEAD_DIM, ScratchModel
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from rollweave.schema.config.model import ALL_LINEAR, LoraConfig
+from rollweave.schema.config.training import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import FieldError, WeightsError
 from rollweave.schema.text import did_you_mean
 from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_sizes

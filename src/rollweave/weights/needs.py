@@ -1,9 +1,9 @@
-"""The memory that versions of the weights need (`schema/needs`)."""
+"""The memory that versions of the weights need (`schema/hosts`)."""
 
 import math
 
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.needs import Need, interpreter
+from rollweave.schema.hosts import Need, interpreter
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape

@@ -17,7 +17,7 @@ from rollweave.core.policy.binding import (
     slots_of,
     unserved,
 )
-from rollweave.schema.config.cluster import PoolConfig
+from rollweave.schema.config.engines import PoolConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Device, HostSlot, Resources
 

@@ -31,7 +31,7 @@ from rollweave.core.policy.predict import (
     recall_of_longest,
     row,
 )
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 from tests.support.properties import examples
 
 anything = st.floats(allow_nan=True, allow_infinity=True)

@@ -19,8 +19,8 @@ from rollweave.core.policy.scheduling import (
     overdue_rank,
     scheduling,
 )
-from rollweave.schema.config.ablation import AblationConfig
 from rollweave.schema.config.rollout import ModeName, RolloutConfig
+from rollweave.schema.config.run import AblationConfig
 from tests.support.properties import examples
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollweave.engine.servers.published import AdapterMerger, published
-from rollweave.schema.config.model import LoraConfig
+from rollweave.schema.config.training import LoraConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.training import Publish, Published, Save, Saved, Trained, TrainOn

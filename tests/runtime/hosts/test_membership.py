@@ -17,7 +17,7 @@ from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.config.cluster import ClusterConfig
+from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.hosts import HostAccepted, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
 from tests.runtime.hosts.started import Started, on, until

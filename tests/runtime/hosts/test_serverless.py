@@ -17,7 +17,7 @@ from rollweave.runtime.hosts.on_serve import UNPROCESSABLE, Answers, RewardApp
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.serverless import DeployedFunction
+from rollweave.schema.roles import DeployedFunction
 from rollweave.schema.work import StopReason, Task
 from tests.support.real_runs import GROUPS, MEMBERS, lake, living, run_dir, summary
 

@@ -12,8 +12,8 @@ from rollweave.runtime.preflight.checks import Status
 from rollweave.runtime.preflight.layout import Layout, check_layout, lay_out
 from rollweave.runtime.preflight.site import Site
 from rollweave.schema.config.loading import loads
-from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.hosts import Device, Resources
 from rollweave.train.scratch import scratch_shape
 

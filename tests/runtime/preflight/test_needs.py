@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from rollweave.engine.needs import engine_needs
 from rollweave.schema.config.loading import loads
-from rollweave.schema.config.model import LoraConfig, ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.needs import Need
+from rollweave.schema.config.training import LoraConfig, ScratchModel
+from rollweave.schema.hosts import Need
 from rollweave.train.lora import NewAdapters
 from rollweave.train.model import Model
 from rollweave.train.needs import (

@@ -17,9 +17,8 @@ from rollweave.runtime.roles import cluster
 from rollweave.runtime.roles.role import UNAVAILABLE, ServerlessMethods
 from rollweave.runtime.roles.serving import constructor_codec, method_codec
 from rollweave.runtime.roles.worker import hw_mapping, register_serverless
-from rollweave.schema.roles import CallMethod, Returned
+from rollweave.schema.roles import CallMethod, DeployedRole, Returned
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY
-from rollweave.schema.serverless import DeployedRole
 
 
 class Judge(Worker):

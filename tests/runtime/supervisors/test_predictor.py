@@ -23,7 +23,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.events import PredictionReady
-from rollweave.schema.prediction import LengthContext, PredictorReport, PredictorSpec
+from rollweave.schema.training import LengthContext, PredictorReport, PredictorSpec
 from rollweave.train.lengths import build_regressor
 from tests.support.revealed_lengths import trajectories
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollweave.schema.config.loading import dumps, loads
-from rollweave.sim.ignored import ignored
+from rollweave.sim.run import ignored
 
 CONFIG = """
 [run]

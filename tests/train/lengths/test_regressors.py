@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollweave.core.policy.predict import ProgressivePredictor
-from rollweave.schema.config.ablation import PREDICTORS
+from rollweave.schema.config.run import PREDICTORS
 from rollweave.schema.errors import ConfigError
 from rollweave.train.lengths import build_regressor
 from tests.support.revealed_lengths import TURNS, Example, quality, teach, trajectories
@@ -178,7 +178,7 @@ def test_an_unknown_name_is_refused() -> None:
         "rollweave.cli.entry",
         "rollweave.runtime.launch",
         "rollweave.runtime.supervisors.predictor",
-        "rollweave.sim.predictor",
+        "rollweave.sim.effects",
     ],
 )
 def test_imports_nothing_before_a_regressor_is_built(module: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from rollweave.core.policy.predict import ProgressivePredictor, pearson, recall_of_longest
 from rollweave.schema.base import Struct
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 from rollweave.sim.workload import Plan, workload
 from rollweave.train.lengths import build_regressor, check_installed
 from rollweave_papers.results import Experiment, Row

@@ -17,10 +17,9 @@ from rollweave.core.mechanisms.cluster.workers import cluster_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
-from rollweave.sim.hardware import Link, gpu, link
+from rollweave.sim.hardware import Link, ModelShape, gpu, link, model
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.metrics import SimMetrics, kv_used
-from rollweave.sim.models import ModelShape, model
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.world import World
 from rollweave_papers.cluster import ExperimentError, Setup, run_to_end, run_until

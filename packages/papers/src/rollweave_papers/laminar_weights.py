@@ -9,8 +9,7 @@ import statistics
 
 from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
 from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost
-from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
-from rollweave.sim.models import model
+from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link, model
 from rollweave.sim.world import Costs
 from rollweave_papers.cluster import Setup, Watched, run_until
 from rollweave_papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced

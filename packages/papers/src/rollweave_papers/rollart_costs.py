@@ -7,7 +7,7 @@ import statistics
 
 from rollweave.sim.families import JUDGE_S
 from rollweave.sim.hardware import link
-from rollweave.sim.serverless import COLD_S, WARM_S, Serverless
+from rollweave.sim.workers import COLD_S, WARM_S, Serverless
 from rollweave_papers.cluster import Setup, first_step, mean_of, pace
 from rollweave_papers.results import Experiment, Row
 from rollweave_papers.rollart_parts import JUDGES, MATH_CONTEXT, updates

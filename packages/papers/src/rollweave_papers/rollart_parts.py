@@ -8,10 +8,9 @@ import statistics
 from rollweave.schema.base import Struct
 from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.families import INIT_TIMEOUT_S, SWE_INIT_HANG_RATE
-from rollweave.sim.hardware import Link, gpu, link
+from rollweave.sim.hardware import Link, gpu, link, model
 from rollweave.sim.hosts import NO_POOL
-from rollweave.sim.models import model
-from rollweave.sim.serverless import KEEP_S
+from rollweave.sim.workers import KEEP_S
 from rollweave.sim.workload import Workload, workload
 from rollweave_papers.cluster import (
     GaussianSteps,

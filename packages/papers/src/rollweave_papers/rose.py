@@ -10,8 +10,7 @@ import msgspec
 
 from rollweave.core.policy.relay import CHUNK_BYTES
 from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost, TrainerCost
-from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
-from rollweave.sim.models import ModelShape, model
+from rollweave.sim.hardware import GPUS_PER_MACHINE, ModelShape, gpu, link, model
 from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.run import Outcome
 from rollweave_papers.cluster import (

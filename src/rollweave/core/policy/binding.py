@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.cluster import PoolConfig
+from rollweave.schema.config.engines import PoolConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, Resources
 

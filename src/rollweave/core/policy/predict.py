@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 
 LOG_PROMPT, TURN, OUTPUT, SIBLING_MEAN = 0, 1, 2, 3
 """Columns that simple regressors read: log(1 + prompt tokens); turns, sampled tokens

@@ -63,7 +63,7 @@ to count as broken, since a few tasks may be wrong, or fail by chance.
 def is_broken(*, tasks: int, failed: int, under_way: int) -> bool:
     """Return whether a task domain's code counts as broken at a stage that no attempt
     has passed yet. `failed` trajectories at `tasks` distinct tasks have failed there in
-    the same way (`schema/failures`); `under_way` others have begun, and may still pass
+    the same way (`schema/text`); `under_way` others have begun, and may still pass
     it.
 
     Trajectories are compared, and not tasks: if failures take less time than successes,

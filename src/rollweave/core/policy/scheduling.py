@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.ablation import PARTITIONS, POLICIES, AblationConfig
 from rollweave.schema.config.rollout import ModeName, RolloutConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import PARTITIONS, POLICIES, AblationConfig
 
 RATIO = 1.5
 """Ratio between two levels of a predicted length: predictions err by more than that

@@ -27,9 +27,8 @@ from rollweave.engine.clients.responses import (
     parse,
     required,
 )
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, as_json
 from rollweave.schema.errors import EngineError
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
     DialectName,
     FinishReason,

@@ -30,8 +30,8 @@ from rollweave.engine.clients.dialects import (
 )
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.schema.address import host_of
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import EngineError, KvError
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, KvManifest, KvPort
 
 PROMPT_S = 30.0

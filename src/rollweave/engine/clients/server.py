@@ -35,8 +35,8 @@ from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.exposition import exposition
 from rollweave.io.http.fields import openai_error, refused_field, shown, struct_error
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
     STREAM_S,
     EngineStats,

@@ -23,8 +23,8 @@ import msgspec
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.engine.servers.process import settings_of
 from rollweave.io.loop_thread import run_apart
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import ConfigError, EngineError, FieldError
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import EngineSpec
 
 PROTOCOL = 1

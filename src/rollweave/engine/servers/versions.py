@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.engine.clients.streams import StreamingDialect
-from rollweave.schema.packing import as_json
+from rollweave.schema.base import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult, VersionSpan
 
 PER_RANK = 1000

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from rollweave.envs.handlers.base import Agent, Tool
 from rollweave.io.extras import from_extra
+from rollweave.schema.base import DEPTH, is_deep
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import SandboxRefusedError
-from rollweave.schema.packing import DEPTH, is_deep
 
 with from_extra("tools"):
     from jsonschema import Draft202012Validator

@@ -23,7 +23,7 @@ from rollweave.io.http.listening import listening
 from rollweave.record.ui.attempts import ORDERS, PAGE, Query
 from rollweave.record.ui.runs import Runs, prometheus_text
 from rollweave.record.ui.view import UnknownRunError
-from rollweave.schema.packing import as_json
+from rollweave.schema.base import as_json
 from rollweave.schema.text import decimal
 
 T = TypeVar("T")

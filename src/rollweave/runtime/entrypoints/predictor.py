@@ -15,7 +15,7 @@ from collections.abc import Callable
 from rollweave.core.policy.predict import ProgressivePredictor, Question
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.prediction import (
+from rollweave.schema.training import (
     Fit,
     PredictedLength,
     PredictionRequest,

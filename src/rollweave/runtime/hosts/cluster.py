@@ -31,8 +31,7 @@ from rollweave.runtime.hosts.listener import HostListener
 from rollweave.runtime.hosts.remote import LEASE_S, RemoteHost
 from rollweave.runtime.hosts.user_files import UserFiles, pack, variables
 from rollweave.runtime.tasks import Tasks, name_long_waits
-from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
-from rollweave.schema.config.engines import EngineConfig
+from rollweave.schema.config.engines import ClusterConfig, EngineConfig, PoolConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost

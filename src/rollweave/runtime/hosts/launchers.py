@@ -16,7 +16,7 @@ from rollweave.io.child import ChildProcess, spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.hosts import LOOPBACK, resources
-from rollweave.schema.config.cluster import ClusterConfig
+from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import (
     JOIN_S,

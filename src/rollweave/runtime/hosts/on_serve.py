@@ -33,12 +33,11 @@ from rollweave.rollout.reward_sources import FunctionReward, RewardCall
 from rollweave.runtime.hosts.on_ray import connect, in_one_line, prepare_environment
 from rollweave.runtime.hosts.user_files import unpack
 from rollweave.runtime.roles.serving import Calls, answer_to, constructor_codec, load
-from rollweave.schema.config.rewards import RewardConfig
+from rollweave.schema.base import as_json
+from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.packing import as_json
-from rollweave.schema.roles import CallMethod
+from rollweave.schema.roles import CallMethod, DeployedFunction, DeployedRole, DeployFunctions
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES
-from rollweave.schema.serverless import DeployedFunction, DeployedRole, DeployFunctions
 
 IDLE_S = 30.0
 """Seconds without requests after which an instance ends, also the last one."""

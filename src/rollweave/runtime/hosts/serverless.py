@@ -15,10 +15,10 @@ from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.tasks import name_long_waits
-from rollweave.schema.config.cluster import ClusterConfig
+from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, FieldError
-from rollweave.schema.serverless import (
+from rollweave.schema.roles import (
     DeployedFunction,
     DeployedRole,
     DeployFailed,

@@ -24,8 +24,8 @@ from pathlib import Path
 from rollweave.envs.registry import reference_of
 from rollweave.sandbox import unpacking
 from rollweave.sandbox.image_cache import Reference, parse_reference
+from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import UserModule
 

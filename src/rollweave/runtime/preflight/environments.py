@@ -39,8 +39,8 @@ from rollweave.sandbox.image_cache import (
 )
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
+from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.text import valid_tree

@@ -25,8 +25,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import FieldErrors
 from rollweave.schema.events import EngineSlot, WorkerSlot
-from rollweave.schema.hosts import Device, RankSlot
-from rollweave.schema.needs import Need, interpreter
+from rollweave.schema.hosts import Device, Need, RankSlot, interpreter
 from rollweave.schema.text import human_bytes
 from rollweave.train.needs import rank_needs
 from rollweave.weights.checkpoint import ModelShape

@@ -26,8 +26,8 @@ from rollweave.runtime.preflight.prompts import (
     too_long,
 )
 from rollweave.runtime.preflight.site import Site, with_device
-from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import LoraConfig
 from rollweave.schema.errors import ConfigError, FieldError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.schema.text import human_bytes

@@ -23,7 +23,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.roles.role import Role, RoleSpec, WorkerResources
 from rollweave.runtime.roles.serving import constructor_codec
 from rollweave.runtime.roles.worker import DEFAULT, Declaration, Worker, declarations
-from rollweave.schema.config.cluster import ClusterConfig
+from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.config.loading import validated
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean

@@ -31,19 +31,19 @@ from rollweave.runtime.roles.serving import method_codec
 from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, declarations
 from rollweave.runtime.tasks import Tasks, name_long_waits
 from rollweave.schema.base import Struct
-from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
+from rollweave.schema.config.engines import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import MAX_THREADS, HostSlot, Program, Resources, Share
 from rollweave.schema.roles import (
     Arguments,
     CallMethod,
+    DeployedRole,
     Raised,
     Returned,
     WorkerError,
     WorkerFailure,
 )
 from rollweave.schema.rollouts import PAYLOAD_BYTES
-from rollweave.schema.serverless import DeployedRole
 
 UNAVAILABLE = "ServiceError"
 """Kind of the failure of a call that no instance has answered."""

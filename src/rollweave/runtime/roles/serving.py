@@ -33,7 +33,7 @@ from rollweave.envs.threads import text_of
 from rollweave.io.parent import Parent
 from rollweave.io.wire import FRAME_BYTES, decoder_of, encode
 from rollweave.runtime.roles.worker import Worker, declarations
-from rollweave.schema.packing import packed
+from rollweave.schema.base import packed
 from rollweave.schema.roles import (
     CONSTRUCTION,
     Arguments,

@@ -28,7 +28,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.errors import WireError
 from rollweave.schema.events import PredictionReady
-from rollweave.schema.prediction import (
+from rollweave.schema.training import (
     Fit,
     LengthContext,
     PredictionRequest,

@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rollweave.schema.config.ablation import (
+from rollweave.schema.config.rollout import BufferConfig
+from rollweave.schema.config.run import (
     MIGRATIONS,
     PARTITIONS,
     PLACEMENTS,
     POLICIES,
     PREDICTORS,
 )
-from rollweave.schema.config.algorithm import (
+from rollweave.schema.config.sections import Sections
+from rollweave.schema.config.training import (
     OF_CRITIC,
     OF_TURNS,
     CriticConfig,
     Estimator,
     TaskAlgorithmConfig,
 )
-from rollweave.schema.config.sections import Sections
-from rollweave.schema.config.tasks import BufferConfig
 from rollweave.schema.errors import FieldError
 
 SERVERS = ("vllm", "sglang")

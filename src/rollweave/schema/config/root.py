@@ -12,13 +12,11 @@ from typing import Self
 
 from pydantic import ValidationInfo, model_validator
 
-from rollweave.schema.config.algorithm import GROUPLESS
 from rollweave.schema.config.conflicts import conflicts
 from rollweave.schema.config.engines import AllocationConfig, EngineConfig
-from rollweave.schema.config.model import VLLM_HEAD_DIM
-from rollweave.schema.config.rewards import RewardConfig
-from rollweave.schema.config.rollout import ModeName
+from rollweave.schema.config.rollout import ModeName, RewardConfig
 from rollweave.schema.config.sections import Sections
+from rollweave.schema.config.training import GROUPLESS, VLLM_HEAD_DIM
 from rollweave.schema.errors import FieldError, FieldErrors
 from rollweave.schema.text import did_you_mean
 

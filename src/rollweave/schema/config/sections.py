@@ -7,27 +7,38 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from rollweave.schema.config.ablation import POLICIES, AblationConfig
-from rollweave.schema.config.algorithm import (
-    OF_CRITIC,
-    AlgorithmConfig,
-    CriticConfig,
-    TeacherConfig,
+from rollweave.schema.config.engines import (
+    AllocationConfig,
+    ClusterConfig,
+    EngineConfig,
+    LoansConfig,
+    PoolConfig,
+    WorkersConfig,
 )
-from rollweave.schema.config.cluster import ClusterConfig, PoolConfig, WorkersConfig
-from rollweave.schema.config.engines import AllocationConfig, EngineConfig, LoansConfig
-from rollweave.schema.config.model import HEAD_DIM, VLLM_HEAD_DIM, LoraConfig, ModelConfig
-from rollweave.schema.config.rewards import RewardConfig
-from rollweave.schema.config.rollout import RolloutConfig
+from rollweave.schema.config.rollout import BufferConfig, RewardConfig, RolloutConfig, TaskConfig
 from rollweave.schema.config.run import (
+    POLICIES,
+    AblationConfig,
     RunSection,
     SandboxConfig,
     ServeConfig,
     WatchdogConfig,
 )
 from rollweave.schema.config.simulation import SimConfig
-from rollweave.schema.config.tasks import BufferConfig, TaskConfig
-from rollweave.schema.config.training import EvalConfig, TrainerConfig, WarmupConfig, WeightsConfig
+from rollweave.schema.config.training import (
+    HEAD_DIM,
+    OF_CRITIC,
+    VLLM_HEAD_DIM,
+    AlgorithmConfig,
+    CriticConfig,
+    EvalConfig,
+    LoraConfig,
+    ModelConfig,
+    TeacherConfig,
+    TrainerConfig,
+    WarmupConfig,
+    WeightsConfig,
+)
 from rollweave.schema.config.values import Section
 
 SIMULATED_MODEL = "sim.model"

@@ -1,15 +1,18 @@
-"""The section `[sim]`: simulated hardware; and the file that describes serving engines
-for `rollweave simulate --serving`, from which a run may borrow (`[loans]`).
-`schema/config/loading.py` reads it.
+"""The section `[sim]`: simulated hardware; and the files beside a configuration: the
+serving engines of `rollweave simulate --serving`, from which a run may borrow
+(`[loans]`), and the hosts of `rollweave train --dry-run --hosts`, before they have
+joined. `schema/config/loading.py` reads them.
+
 """
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollweave.schema.config.values import Count, Positive, PositiveInt, Section
 from rollweave.schema.errors import FieldError, FieldErrors
+from rollweave.schema.hosts import Device, Resources
 
 Sharing = Literal[
     "cooperative",
@@ -37,7 +40,7 @@ class SimConfig(Section):
     (sim/).
     """
 
-    model: str = Field(description="Model shape, by name (sim/models.py).")
+    model: str = Field(description="Model shape, by name (sim/hardware.py).")
     gpu: str = Field(
         "h800",
         description="GPU of engines and trainer, by name (sim/hardware.py), or a .json file with "
@@ -60,8 +63,8 @@ class ServingFile(Section):
     )
     model: str | None = Field(
         None,
-        description="Shape of the model that is served (sim/models.py); must be given for engines "
-        "with users.",
+        description="Shape of the model that is served (sim/hardware.py); must be given for "
+        "engines with users.",
     )
     prefill: Count = Field(
         0,
@@ -125,3 +128,79 @@ class ServingFile(Section):
 
 def _or(names: tuple[str, ...]) -> str:
     return " or ".join(names)
+
+
+GIB = 1 << 30
+
+Amount = Annotated[float, Field(gt=0, strict=True)]
+"""An amount of a resource, which may be infinite; NaN is not above 0."""
+
+MAX_HOSTS, MAX_GPUS = 10_000, 1_000
+"""Maximum number of equal hosts, and of equal GPUs on a host."""
+
+
+class GpuDescription(Section):
+    """Equal GPUs of one host."""
+
+    kind: str = Field(
+        min_length=1, description="Name that the driver gives them, such as NVIDIA H200."
+    )
+    count: Annotated[PositiveInt, Field(le=MAX_GPUS)] = Field(
+        1, description="Number of these GPUs."
+    )
+    memory_gib: Positive = Field(description="Memory of one of them, in GiB.")
+
+
+class HostDescription(Section):
+    """One host, or several equal ones."""
+
+    name: str = Field(
+        min_length=1, description="Name of the host; with count, -0, -1 and so on follow it."
+    )
+    count: Annotated[PositiveInt, Field(le=MAX_HOSTS)] = Field(
+        1, description="Number of such hosts."
+    )
+    cpus: PositiveInt = Field(description="Number of its CPU cores.")
+    memory_gib: Positive = Field(description="Its main memory, in GiB.")
+    gpus: tuple[GpuDescription, ...] = Field((), description="Its GPUs, in order.")
+    resources: dict[str, Amount] = Field(
+        default_factory=dict,
+        description="What its agent names with --resource; inf is a resource without an amount.",
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of these hosts."""
+        if self.count == 1:
+            return [self.name]
+        return [f"{self.name}-{number}" for number in range(self.count)]
+
+    def described(self) -> Resources:
+        """Return the resources of one of these hosts."""
+        kinds = [gpus for gpus in self.gpus for _ in range(gpus.count)]
+        return Resources(
+            cpus=self.cpus,
+            memory_bytes=int(self.memory_gib * GIB),
+            devices=tuple(
+                Device(index=index, kind=gpus.kind, memory_bytes=int(gpus.memory_gib * GIB))
+                for index, gpus in enumerate(kinds)
+            ),
+            labels=self.resources,
+        )
+
+
+class HostsFile(Section):
+    hosts: Annotated[tuple[HostDescription, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names: set[str] = set()
+        for name in (name for host in self.hosts for name in host.names):
+            if name in names:
+                raise FieldError("hosts", "have distinct names", f"{name!r} a second time")
+            names.add(name)
+        return self
+
+    def by_name(self) -> dict[str, Resources]:
+        """Return the resources of every host."""
+        return {name: host.described() for host in self.hosts for name in host.names}

@@ -16,7 +16,7 @@ from rollweave.core.state import Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 from rollweave.schema.work import StopReason
 from tests.support.hand import Hand, decoupled_config
 

@@ -29,7 +29,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, State, Trajectory, Worker, WorkerStatus
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import RemoveWorker, RestartWorker
-from rollweave.schema.config.cluster import WorkersConfig
+from rollweave.schema.config.engines import WorkersConfig
 from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
 from rollweave.schema.work import StopReason
 

@@ -27,7 +27,7 @@ from rollweave.core.state import MOVING, Engine, OnEngine, Queued, Stage, Trajec
 from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.commands import Harvest, Predict, RerankTurn
 from rollweave.schema.events import PredictionReady, TurnDone
-from rollweave.schema.prediction import LengthContext
+from rollweave.schema.training import LengthContext
 from rollweave.schema.work import Purpose
 
 KEPT_LENGTHS = 8192

@@ -1,8 +1,14 @@
-"""`rollweave rescore`: asks again for the rewards that failed for good in a run, and
-writes the obtained rewards to the run's records.
+"""The commands about a run that is over or goes on by itself: `rollweave report` writes
+its report as one HTML file, `rollweave export` its trajectories for other programs,
+`rollweave rescore` asks again for the rewards that failed for good and writes the
+obtained rewards to its records, and `rollweave ui` serves a live page over a directory
+of runs.
+
 """
 
 import asyncio
+import contextlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -12,8 +18,11 @@ import typer
 from rich.markup import escape
 
 from rollweave.cli.console import FAILED, err, out
-from rollweave.cli.runs import find_run
+from rollweave.cli.runs import RUNS, find_run
 from rollweave.envs.threads import EnvThreads
+from rollweave.io.http.guard import TOKEN_BYTES, given_token
+from rollweave.record.export import SUFFIXES, Export
+from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir, run_id
 from rollweave.record.store import (
     Scored,
@@ -22,12 +31,50 @@ from rollweave.record.store import (
     TrajectoryStore,
     unscored_attempts,
 )
+from rollweave.record.ui.runs import Runs
+from rollweave.record.ui.server import HOST, serving
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import finished_attempt
 from rollweave.rollout.rewards import Rewards, rescored
+from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import human_bytes
 from rollweave.schema.work import Purpose, StopReason, Trajectory
+
+
+def report(name: str) -> None:
+    """Write `report.html` and print its path."""
+    run = find_run(name)
+    run.must_be_writable()
+    path = write_report(
+        run, lambda line: err.print(f"[yellow]warning:[/] {escape(line)}", soft_wrap=True)
+    )
+    out.print(f"{escape(str(path))} ({human_bytes(path.stat().st_size)})", soft_wrap=True)
+
+
+def export(name: str, *, format_: str, output: Path | None) -> None:
+    """Write all attempts of the run to one file, and print its path."""
+    if format_ not in SUFFIXES:
+        raise ConfigError(f"--format must be one of {', '.join(SUFFIXES)}, got {format_!r}")
+    run = find_run(name)
+    if not run.trajectories.is_dir():
+        raise ConfigError(f"{run.path} must hold trajectories, got none yet")
+    path = output or Path(run.path.resolve().name + SUFFIXES[format_])
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output must be a file in a directory that exists, got {str(path)!r}")
+    target = path.resolve()
+    if target.is_relative_to(run.path.resolve()):
+        raise ConfigError(f"--output must not be among the files of the run, got {str(path)!r}")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"--output must be a regular file, got {str(path)!r}")
+    exported = Export(run)
+    for line in exported.damaged:
+        text = f"[yellow]warning:[/] {escape(line)}; it and the rest of this file are left out"
+        err.print(text, soft_wrap=True)
+    exported.write(target, format_)
+    size = human_bytes(path.stat().st_size)
+    out.print(f"{escape(str(path))} ({exported.attempts:,} attempts, {size})", soft_wrap=True)
 
 
 def rescore(name: str) -> None:
@@ -110,3 +157,25 @@ async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajecto
     if outcome.reward is None:
         raise EpisodeStopError(outcome.reason, outcome.error)
     return rescored(score, outcome, seconds=time.monotonic() - began)
+
+
+def ui(directory: Path | None, *, port: int, token_env: str | None) -> None:
+    """Serve the page until a signal ends it."""
+    path = directory if directory is not None else RUNS if RUNS.is_dir() else Path()
+    if not path.is_dir():
+        raise ConfigError(f"DIR must be a directory of runs or one run, got {str(path)!r}")
+    given = given_token(token_env, no_token=False, host=HOST, named="--token-env")
+    token = given or secrets.token_urlsafe(TOKEN_BYTES)
+    # only signals end the page, so several signals also end it in order
+    with contextlib.suppress(KeyboardInterrupt):
+        run_to_the_end(_serve(Runs(path.absolute()), token, port=port, shown=given is None))
+
+
+async def _serve(runs: Runs, token: str, *, port: int, shown: bool) -> None:
+    ended = asyncio.Event()
+    with on_ending_signals(ended.set):
+        async with serving(runs, token=token, port=port) as address:
+            query = token if shown else "TOKEN"
+            out.print(f"{address}/?token={escape(query)}", soft_wrap=True)
+            out.print("[dim]press Ctrl-C to stop[/]")
+            await ended.wait()
