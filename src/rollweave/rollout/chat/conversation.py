@@ -8,12 +8,14 @@ alternate. Earlier tokens are never rewritten.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import VersionSpan, spans_cover
 from rollweave.schema.work import (
+    Origin,
     Routes,
     Segment,
     SegmentKind,
@@ -22,18 +24,83 @@ from rollweave.schema.work import (
     with_routes,
 )
 
-
-@dataclass(slots=True)
-class _Turn:
-    start: int
-    end: int
-    state_key: str
-    reward: float = 0.0
-    finish_reason: str = "stop"
-
-
 PLAN_TOKENS = 64
 """Number of tokens of the first turn that represent the agent's plan."""
+
+
+class GrowingSequence:
+    """A token sequence that grows at its end, by given tokens and sampled turns."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.turns: list[TurnSpan] = []
+        self._logprobs: list[float] = []
+        self._segments: list[Segment] = []
+        self._routes: tuple[Routes, ...] = ()
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        kind: SegmentKind,
+        version: int = -1,
+        logprobs: Sequence[float] | None = None,
+    ) -> None:
+        """Append tokens of one kind. Given tokens have no log-probs."""
+        start = len(self.tokens)
+        if tokens:
+            self._segments.append(
+                Segment(start=start, end=start + len(tokens), kind=kind, version=version)
+            )
+        self.tokens += tokens
+        self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
+
+    def append_turn(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[VersionSpan],
+        *,
+        finish_reason: str = "stop",
+        routes: Routes | None = None,
+        state_key: str = "",
+    ) -> None:
+        """Append a turn that `check_sampled` has accepted, as the engine sampled it."""
+        start = len(self.tokens)
+        for span in versions:
+            part = slice(span.start, span.end)
+            self.append(tokens[part], SegmentKind.OUTPUT, span.version, logprobs[part])
+        self._routes = with_routes(self._routes, routes)
+        end = len(self.tokens)
+        turn = TurnSpan(start=start, end=end, state_key=state_key, finish_reason=finish_reason)
+        self.turns.append(turn)
+
+    def sequence(self, origin: Origin | None = None) -> TokenSequence:
+        """Return the training sequence so far."""
+        return TokenSequence(
+            tokens=tuple(self.tokens),
+            segments=tuple(self._segments),
+            logprobs=tuple(self._logprobs),
+            routes=self._routes,
+            turns=tuple(self.turns),
+            origin=origin,
+        )
+
+
+def check_sampled(
+    tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]
+) -> None:
+    """Raise ValueError unless a turn has tokens, each with a log-prob, and `versions`
+    cover the tokens without gaps.
+    """
+    if not tokens or len(tokens) != len(logprobs):
+        raise ValueError(
+            "a turn must have one logprob per token and at least one token, got "
+            f"{len(logprobs)} for {len(tokens)}"
+        )
+    if not spans_cover(versions, len(tokens)):
+        raise ValueError(
+            f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
+        )
 
 
 class Conversation:
@@ -47,27 +114,22 @@ class Conversation:
         """Render the first messages. Raises ChatError if the chat template refuses
         them.
         """
-        self._codec = codec
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._segments: list[Segment] = []
-        self._turns: list[_Turn] = []
-        self._routes: tuple[Routes, ...] = ()
+        self._codec, self._grown = codec, GrowingSequence()
         self._state_key = state_key
         self._messages = list(messages)
-        self._append(codec.start(messages), SegmentKind.PROMPT)
-        self.prompt_tokens = len(self._tokens)
+        self._grown.append(codec.start(messages), SegmentKind.PROMPT)
+        self.prompt_tokens = len(self)
 
     def __len__(self) -> int:
         """Return the number of tokens so far."""
-        return len(self._tokens)
+        return len(self._grown.tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Return the context for the next turn or, after the last turn, the complete
         conversation.
         """
-        return tuple(self._tokens)
+        return tuple(self._grown.tokens)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -77,24 +139,24 @@ class Conversation:
     @property
     def turns(self) -> int:
         """Return the number of turns that the agent has taken."""
-        return len(self._turns)
+        return len(self._grown.turns)
 
     @property
     def finish_reason(self) -> str:
         """Return how the last turn ended: "stop", or "length" if a token limit cut
         it.
         """
-        return self._turns[-1].finish_reason
+        return self._grown.turns[-1].finish_reason
 
     @property
     def plan(self) -> tuple[int, ...]:
         """Return the first tokens of the agent's first turn, which represent its
         plan.
         """
-        if not self._turns:
+        if not self._grown.turns:
             return ()
-        turn = self._turns[0]
-        return tuple(self._tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
+        turn = self._grown.turns[0]
+        return tuple(self._grown.tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
     def add_turn(
         self,
@@ -112,26 +174,14 @@ class Conversation:
         """
         if self._after_turn():
             raise ValueError("add_turn must be followed by observe, got add_turn twice")
-        if not tokens or len(tokens) != len(logprobs):
-            raise ValueError(
-                "a turn must have one logprob per token and at least one token, got "
-                f"{len(logprobs)} for {len(tokens)}"
-            )
-        if not spans_cover(versions, len(tokens)):
-            raise ValueError(
-                f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
-            )
-        start = len(self._tokens)
-        for span in versions:
-            self._append(
-                tokens[span.start : span.end],
-                SegmentKind.OUTPUT,
-                span.version,
-                logprobs[span.start : span.end],
-            )
-        self._routes = with_routes(self._routes, routes)
-        self._turns.append(
-            _Turn(start, len(self._tokens), self._state_key, finish_reason=finish_reason)
+        check_sampled(tokens, logprobs, versions)
+        self._grown.append_turn(
+            tokens,
+            logprobs,
+            versions,
+            finish_reason=finish_reason,
+            routes=routes,
+            state_key=self._state_key,
         )
         text = self._codec.text(tokens)
         cut = finish_reason if finish_reason != "stop" else ""
@@ -140,7 +190,8 @@ class Conversation:
 
     def reward(self, value: float) -> None:
         """Set the reward of the latest turn."""
-        self._turns[-1].reward = value
+        turns = self._grown.turns
+        turns[-1] = msgspec.structs.replace(turns[-1], reward=value)
 
     def observe(
         self, messages: Sequence[Message], *, state_key: str = "", last: bool = False
@@ -152,48 +203,20 @@ class Conversation:
             raise ValueError("observe must follow add_turn")
         if not messages:
             raise ChatError("a turn must be followed by at least one message, got none")
-        turn = self._turns[-1]
-        tokens = self._codec.extend(self._tokens[turn.start : turn.end], messages, prompt=not last)
-        self._append(tokens, SegmentKind.OBSERVATION)
+        turn = self._grown.turns[-1]
+        sampled = self._grown.tokens[turn.start : turn.end]
+        tokens = self._codec.extend(sampled, messages, prompt=not last)
+        self._grown.append(tokens, SegmentKind.OBSERVATION)
         self._messages += messages
         self._state_key = state_key
 
     def sequence(self) -> TokenSequence:
         """Return the training sequence so far."""
-        return TokenSequence(
-            tokens=tuple(self._tokens),
-            segments=tuple(self._segments),
-            logprobs=tuple(self._logprobs),
-            routes=self._routes,
-            turns=tuple(
-                TurnSpan(
-                    start=turn.start,
-                    end=turn.end,
-                    reward=turn.reward,
-                    state_key=turn.state_key,
-                    finish_reason=turn.finish_reason,
-                )
-                for turn in self._turns
-            ),
-        )
+        return self._grown.sequence()
 
     def _after_turn(self) -> bool:
-        return bool(self._turns) and self._turns[-1].end == len(self._tokens)
-
-    def _append(
-        self,
-        tokens: Sequence[int],
-        kind: SegmentKind,
-        version: int = -1,
-        logprobs: Sequence[float] | None = None,
-    ) -> None:
-        start = len(self._tokens)
-        if tokens:
-            self._segments.append(
-                Segment(start=start, end=start + len(tokens), kind=kind, version=version)
-            )
-        self._tokens += tokens
-        self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
+        turns = self._grown.turns
+        return bool(turns) and turns[-1].end == len(self)
 
 
 def tokenize_transcript(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:

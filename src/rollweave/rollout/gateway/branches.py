@@ -11,19 +11,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from rollweave.rollout.chat.conversation import GrowingSequence
 from rollweave.rollout.chat.replies import call_key
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import GenerateResult, openai_finish_reason
-from rollweave.schema.work import (
-    Origin,
-    Routes,
-    Segment,
-    SegmentKind,
-    SequenceCause,
-    TokenSequence,
-    TurnSpan,
-    with_routes,
-)
+from rollweave.schema.work import Origin, SegmentKind, SequenceCause
 
 MOST_COMPARED: Final = 32
 """Maximum number of newest sequences with which a call is compared: a comparison takes
@@ -131,18 +123,14 @@ class Call:
         return tuple(self.branch.tokens[: self.end])
 
 
-@dataclass(eq=False, slots=True)
-class Branch:
-    """A branch of the session's conversations: a sequence that grows at its end."""
+class Branch(GrowingSequence):
+    """A branch of the session's conversations, which began for the reason `origin`.
+    `conversation` is the newest call's conversation, with its answer.
+    """
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    turns: list[TurnSpan] = field(default_factory=list)
-    routes: tuple[Routes, ...] = ()
-    origin: Origin | None = None
-    conversation: Conversation = field(default_factory=Conversation)
-    """The newest call's conversation, with its answer."""
+    def __init__(self, origin: Origin) -> None:
+        super().__init__()
+        self.origin, self.conversation = origin, Conversation()
 
     def is_prefix_of(self, call: Call) -> bool:
         """Return whether the call's prompt begins with all tokens of this branch."""
@@ -153,44 +141,17 @@ class Branch:
             and (tuple(self.tokens) == prompt[: len(self.tokens)])
         )
 
-    def append_turn(self, call: Call, result: GenerateResult) -> None:
-        prompt = call.prompt
+    def append_call(self, call: Call, result: GenerateResult) -> None:
+        """Append the rest of the call's prompt, and its answer."""
         kind = SegmentKind.OBSERVATION if self.tokens else SegmentKind.PROMPT
-        given = prompt[len(self.tokens) :]
-        self._append(given, [0.0] * len(given), kind)
-        start = len(self.tokens)
-        for span in result.versions:
-            part = slice(span.start, span.end)
-            self._append(
-                result.tokens[part], result.logprobs[part], SegmentKind.OUTPUT, span.version
-            )
-        self.turns.append(
-            TurnSpan(
-                start=start, end=len(self.tokens), finish_reason=openai_finish_reason(result.finish)
-            )
+        self.append(call.prompt[len(self.tokens) :], kind)
+        self.append_turn(
+            result.tokens,
+            result.logprobs,
+            result.versions,
+            finish_reason=openai_finish_reason(result.finish),
+            routes=result.routes,
         )
-        self.routes = with_routes(self.routes, result.routes)
-
-    def sequence(self) -> TokenSequence:
-        return TokenSequence(
-            tokens=tuple(self.tokens),
-            segments=tuple(self.segments),
-            logprobs=tuple(self.logprobs),
-            turns=tuple(self.turns),
-            routes=self.routes,
-            origin=self.origin,
-        )
-
-    def _append(
-        self, tokens: Sequence[int], logprobs: Sequence[float], kind: SegmentKind, version: int = -1
-    ) -> None:
-        if tokens:
-            start = len(self.tokens)
-            self.segments.append(
-                Segment(start=start, end=start + len(tokens), kind=kind, version=version)
-            )
-            self.tokens += tokens
-            self.logprobs += logprobs
 
 
 def origin(asked: Conversation, others: Sequence[Conversation]) -> Origin:

@@ -29,11 +29,12 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from rollweave.rollout.chat.conversation import check_sampled
 from rollweave.rollout.chat.replies import call_key
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.branches import Branch, Call, CallState, Conversation, origin
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import GenerateResult, spans_cover
+from rollweave.schema.serving import GenerateResult
 from rollweave.schema.work import (
     Origin,
     SequenceCause,
@@ -164,7 +165,11 @@ class SessionRecorder:
         Raises ValueError for an invalid result.
         """
         assert call.state is CallState.PENDING, f"a call is answered once, and was {call.state}"
-        _check(result)
+        check_sampled(result.tokens, result.logprobs, result.versions)
+        if any(span.version < 0 for span in result.versions):
+            raise ValueError(
+                f"versions must be those of published weights, 0 or more, got {result.versions}"
+            )
         call.result, call.state = result, CallState.ANSWERED
         if call.text is not None:
             text = call.text + self._codec.decode(result.tokens)
@@ -213,10 +218,10 @@ class SessionRecorder:
         call.state = CallState.DELIVERED
         prefixes = [branch for branch in self._branches if branch.is_prefix_of(call)]
         if not prefixes:
-            prefixes = [Branch(origin=self._origin(call))]
+            prefixes = [Branch(self._origin(call))]
             self._branches += prefixes
         branch = max(prefixes, key=lambda branch: len(branch.tokens))
-        branch.append_turn(call, call.result)
+        branch.append_call(call, call.result)
         call.end, call.branch = len(branch.tokens), branch
         if call.conversation is not None and call.message is not None:
             branch.conversation = call.conversation.with_answer(call.message)
@@ -225,7 +230,7 @@ class SessionRecorder:
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Return the training sequences, in the order in which they began."""
-        return tuple(branch.sequence() for branch in self._branches)
+        return tuple(branch.sequence(branch.origin) for branch in self._branches)
 
     @property
     def undelivered_tokens(self) -> int:
@@ -399,18 +404,3 @@ def _preferred(calls: Sequence[Call], message: Message | None = None) -> Call:
         return call.call_ids == ids, call.state is CallState.DELIVERED, call.number
 
     return max(calls, key=rank)
-
-
-def _check(result: GenerateResult) -> None:
-    count = len(result.tokens)
-    if not count or len(result.logprobs) != count:
-        raise ValueError(
-            "a result must have one logprob a token and at least one, got "
-            f"{len(result.logprobs)} for {count}"
-        )
-    if not spans_cover(result.versions, count):
-        raise ValueError(f"versions must cover the {count} tokens in order, got {result.versions}")
-    if any(span.version < 0 for span in result.versions):
-        raise ValueError(
-            f"versions must be those of published weights, 0 or more, got {result.versions}"
-        )
