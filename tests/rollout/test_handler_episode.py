@@ -20,7 +20,7 @@ from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import Agent, Job, LimitError
 from rollweave.envs.handlers.sandboxes import ImagePort, Sandboxes
 from rollweave.record.store import TrajectoryStore
-from rollweave.rollout import handler_episode
+from rollweave.rollout import driver
 from rollweave.rollout.chat.codec import AgentConfig
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
@@ -257,7 +257,7 @@ async def test_the_wait_for_an_image_is_not_counted(
     store: TrajectoryStore, listener: GatewayListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler can do without the image."""
-    monkeypatch.setattr(handler_episode, "DELAY_S", 0.1)
+    monkeypatch.setattr(driver, "DELAY_S", 0.1)
 
     async def start(job: Job) -> None:
         starting = [job.sandboxes.start(IMAGE) for _ in range(2)]

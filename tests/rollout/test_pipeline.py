@@ -14,7 +14,7 @@ import pytest
 from rollweave.envs.base import Observation, Score, Step
 from rollweave.record.store import TrajectoryReader, TrajectoryStore
 from rollweave.record.turn_log import TurnLog
-from rollweave.rollout import worker
+from rollweave.rollout import driver
 from rollweave.rollout.driver import Driver, TurnPort
 from rollweave.rollout.teacher import TeacherError
 from rollweave.schema.base import GroupId, TaskId
@@ -864,7 +864,7 @@ async def test_an_attempt_that_waits_for_its_teacher_is_cancelled(store: Traject
 async def test_the_wait_for_the_teacher_is_not_the_time_of_the_stage(
     store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "DELAY_S", 0.001)
+    monkeypatch.setattr(driver, "DELAY_S", 0.001)
     harness = Harness(store, teach=FakeTeacher(None).teach)
     playing = asyncio.ensure_future(harness.play())
     await harness.until(AttemptDelayed)

@@ -196,6 +196,13 @@ class Driver(Protocol):
         """Return the record of the attempt that is stored."""
 
 
+async def report_delays(episode: Driver) -> None:
+    """Report regularly that the attempt waits for what does not count as its time."""
+    while True:
+        await asyncio.sleep(DELAY_S)
+        episode.on_delay()
+
+
 MakeEpisode = Callable[[StartInit], Driver]
 
 

@@ -20,9 +20,8 @@ from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_
 from rollweave.schema.base import as_json, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
+from rollweave.schema.serving import FinishReason, openai_finish_reason
 from rollweave.schema.work import (
-    Segment,
     SegmentKind,
     StopReason,
     Task,
@@ -255,7 +254,7 @@ class EnvEpisode:
         Return the agent's message, and whether the trajectory ran out of tokens in it.
         """
         number, requested_at = conversation.turns, self._clock()
-        sampling = _sampling(
+        sampling = msgspec.structs.replace(
             self._sampling,
             max_tokens=min(room, self._limits.max_turn_tokens),
             seed=mix(self._seed, number),
@@ -303,19 +302,6 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _sampling(base: Sampling, *, max_tokens: int, seed: int) -> Sampling:
-    return Sampling(
-        temperature=base.temperature,
-        top_p=base.top_p,
-        top_k=base.top_k,
-        max_tokens=max_tokens,
-        stop_token_ids=base.stop_token_ids,
-        stop=base.stop,
-        allowed=base.allowed,
-        seed=seed,
-    )
-
-
 def _within(sequence: TokenSequence, max_tokens: int) -> TokenSequence:
     """Cut off the end of a last observation that exceeds the limit: nothing was sampled
     after it.
@@ -327,14 +313,11 @@ def _within(sequence: TokenSequence, max_tokens: int) -> TokenSequence:
     assert last.kind is not SegmentKind.OUTPUT or last.end <= max_tokens, (
         "a turn never samples beyond the limit"
     )
-    segments[-1] = Segment(
-        start=last.start, end=min(last.end, max_tokens), kind=last.kind, version=last.version
-    )
+    segments[-1] = msgspec.structs.replace(last, end=min(last.end, max_tokens))
     end = segments[-1].end
-    return TokenSequence(
+    return msgspec.structs.replace(
+        sequence,
         tokens=sequence.tokens[:end],
         segments=tuple(segments),
         logprobs=sequence.logprobs[:end],
-        turns=sequence.turns,
-        routes=sequence.routes,
     )

@@ -26,7 +26,7 @@ from rollweave.envs.handlers.sandboxes import AttemptSandboxes, Sandboxes
 from rollweave.envs.threads import describe_error, running_task, type_name
 from rollweave.rollout.chat.codec import AgentConfig
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.driver import DELAY_S, Budget, EpisodeStopError, TurnPort, record_of
+from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_of, report_delays
 from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import GatewayListener
@@ -157,7 +157,7 @@ class HandlerEpisode:
             turn_tokens=self._limits.max_turn_tokens,
             turn_s=UNLIMITED_S,
         )
-        sampling = _seeded(self._agent_config.sampling, self._seed)
+        sampling = msgspec.structs.replace(self._agent_config.sampling, seed=self._seed)
         gateway = self._listener.gateway
         gateway.open(
             session_id,
@@ -322,7 +322,7 @@ class HandlerEpisode:
         if deadline is not None:
             deadline.reschedule(None)
         began, since = loop.time(), self._clock()
-        timer = asyncio.create_task(self._report_delays(), name="report delays")
+        timer = asyncio.create_task(report_delays(self), name="report delays")
         try:
             yield
         finally:
@@ -334,11 +334,6 @@ class HandlerEpisode:
                 self._working_since += waited_s
                 if deadline is not None and ends_at is not None:
                     deadline.reschedule(ends_at + loop.time() - began)
-
-    async def _report_delays(self) -> None:
-        while True:
-            await asyncio.sleep(DELAY_S)
-            self.on_delay()
 
     async def _call_hook(self, hook: str, stop: EpisodeStopError) -> Score | None:
         """Report a failed stage to the handler; return a score if the handler
@@ -563,15 +558,3 @@ def _valid(message: Message) -> Message:
     """
     plain = msgspec.to_builtins(message, builtin_types=(bytes,))
     return msgspec.convert(valid_tree(plain), Message)
-
-
-def _seeded(sampling: Sampling, seed: int) -> Sampling:
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=sampling.stop_token_ids,
-        stop=sampling.stop,
-        allowed=sampling.allowed,
-        seed=seed,
-    )

@@ -21,7 +21,7 @@ from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.driver import Spans, record_of
 from rollweave.rollout.turn_parts import ProgressReporter, RecordedTurns
 from rollweave.rollout.turns import Turns
-from rollweave.rollout.worker import NOT_WAITING, Key
+from rollweave.rollout.worker import NOT_WAITING, Key, named
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
     AbortTurn,
@@ -125,12 +125,9 @@ class Pipeline:
 
     # Commands.
 
-    def _turns(self, command: StartTurn | AbortTurn | RerankTurn) -> Turns | None:
-        """Return the turns of the attempt that the command addresses, unless it has
-        ended.
-        """
-        attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        return attempt.turns if attempt is not None else None
+    def _active(self, command: StartRun | StartTurn | AbortTurn | RerankTurn) -> _Attempt | None:
+        """Return the attempt that the command addresses, unless it has ended."""
+        return self._attempts.get((command.trajectory_id, command.attempt))
 
     def start_init(self, command: StartInit) -> None:
         worker = self._worker(command.worker)
@@ -179,33 +176,27 @@ class Pipeline:
         return self._log is not None and self._log.lose(trajectory_id, attempt)
 
     def start_run(self, command: StartRun) -> None:
-        attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        if attempt is not None:
+        if (attempt := self._active(command)) is not None:
             attempt.worker.send(command)
 
     def start_turn(self, command: StartTurn) -> None:
-        if (turns := self._turns(command)) is not None:
-            turns.start(command)
+        if (attempt := self._active(command)) is not None:
+            attempt.turns.start(command)
 
     def abort_turn(self, command: AbortTurn) -> None:
-        if (turns := self._turns(command)) is not None:
-            turns.abort(command)
+        if (attempt := self._active(command)) is not None:
+            attempt.turns.abort(command)
 
     def rerank(self, command: RerankTurn) -> None:
-        if (turns := self._turns(command)) is not None:
-            turns.rerank(command)
+        if (attempt := self._active(command)) is not None:
+            attempt.turns.rerank(command)
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
         attempt = self._rolled_out.pop(key, None)
         if attempt is None:
             self._post(
-                RewardFailed(
-                    trajectory_id=key[0],
-                    attempt=key[1],
-                    stop_reason=StopReason.REWARD_ERROR,
-                    error=NOT_WAITING,
-                )
+                RewardFailed(**named(key), stop_reason=StopReason.REWARD_ERROR, error=NOT_WAITING)
             )
             return
         self._evaluations[key] = attempt
@@ -217,9 +208,7 @@ class Pipeline:
         if active is None:
             self._rolled_out.pop(key, None)
             self._is_over(key)
-            self._post(
-                TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason)
-            )
+            self._post(TrajectoryEnded(**named(key), stop_reason=command.reason))
             return
         active.cancelled, active.cancelled_error = command.reason, command.error
         active.turns.close()
@@ -376,31 +365,13 @@ class Pipeline:
         self._score(attempt, report)
         del self._evaluations[attempt.key]
         self._is_over(attempt.key)
-        trajectory_id, number = attempt.key
+        names = named(attempt.key)
         if attempt.cancelled is not None:
-            self._post(
-                TrajectoryEnded(
-                    trajectory_id=trajectory_id, attempt=number, stop_reason=attempt.cancelled
-                )
-            )
+            self._post(TrajectoryEnded(**names, stop_reason=attempt.cancelled))
         elif report.reward is None:
-            self._post(
-                RewardFailed(
-                    trajectory_id=trajectory_id,
-                    attempt=number,
-                    stop_reason=report.stop_reason,
-                    error=report.error,
-                )
-            )
+            self._post(RewardFailed(**names, stop_reason=report.stop_reason, error=report.error))
         else:
-            self._post(
-                RewardReady(
-                    trajectory_id=trajectory_id,
-                    attempt=number,
-                    reward=report.reward,
-                    success=report.success,
-                )
-            )
+            self._post(RewardReady(**names, reward=report.reward, success=report.success))
 
     def _score(self, attempt: _Attempt, report: AttemptScored) -> None:
         blame = BLAME_OF[report.stop_reason]

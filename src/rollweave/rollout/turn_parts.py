@@ -18,7 +18,7 @@ disk (`record/turn_log.py`).
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -346,6 +346,20 @@ def replayed(result: GenerateResult, *, id: str, context_tokens: int) -> Generat
     )
 
 
+def of_turn(command: StartTurn) -> dict[str, Any]:
+    """Return the fields by which messages name the turn of a command."""
+    return {
+        "trajectory_id": command.trajectory_id,
+        "attempt": command.attempt,
+        "turn": command.turn,
+    }
+
+
+def of_dispatch(command: StartTurn) -> dict[str, Any]:
+    """Return the fields by which events name the dispatch of a command."""
+    return {**of_turn(command), "dispatch": command.dispatch}
+
+
 class Aspect:
     """The hooks of an aspect, which do nothing by default. `command` is the one that
     gave the turn to its engine. No hook is called for a dispatch that only computes the
@@ -384,14 +398,7 @@ class Streaming(Aspect):
         if lacking is None:
             return
         self._sent = len(known)
-        self._answer(
-            StreamTurn(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                delta=lacking,
-            )
-        )
+        self._answer(StreamTurn(**of_turn(command), delta=lacking))
 
 
 class Recording(Aspect):
@@ -410,26 +417,10 @@ class Recording(Aspect):
         self._append(command, delta)
 
     def _append(self, command: StartTurn, delta: TokenDelta) -> None:
-        self._log.append(
-            TurnTokens(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                context=self._context,
-                delta=delta,
-            )
-        )
+        self._log.append(TurnTokens(**of_turn(command), context=self._context, delta=delta))
 
     def on_result(self, command: StartTurn, result: GenerateResult) -> None:
-        self._log.append(
-            TurnAnswer(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                context=self._context,
-                result=result,
-            )
-        )
+        self._log.append(TurnAnswer(**of_turn(command), context=self._context, result=result))
 
 
 class Reporting(Aspect):
@@ -454,13 +445,7 @@ class Reporting(Aspect):
         if not is_long or self._tokens <= self._reported:
             return None
         self._reported = self._tokens
-        return TurnProgress(
-            trajectory_id=self._command.trajectory_id,
-            attempt=self._command.attempt,
-            turn=self._command.turn,
-            dispatch=self._command.dispatch,
-            output_tokens=self._tokens,
-        )
+        return TurnProgress(**of_dispatch(self._command), output_tokens=self._tokens)
 
 
 class ProgressReporter:

@@ -34,6 +34,8 @@ from rollweave.rollout.turn_parts import (
     Reporting,
     Resuming,
     Streaming,
+    of_dispatch,
+    of_turn,
     replayed,
 )
 from rollweave.schema.base import EngineId
@@ -394,15 +396,7 @@ class Turns:
         if not result.tokens:
             self._failed(command, result.error or f"the engine returned {result.finish}")
             return
-        self.post(
-            PrefillDone(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                dispatch=command.dispatch,
-                cached_tokens=result.cached_tokens,
-            )
-        )
+        self.post(PrefillDone(**of_dispatch(command), cached_tokens=result.cached_tokens))
         self._record_span(f"prompt {turn.number} {command.engine_id}", started)
 
     def _sampled(
@@ -457,10 +451,7 @@ class Turns:
         self.plan = self.plan or result.tokens[:PLAN_TOKENS]
         limit = self.command.task.limits.max_turn_tokens
         self._done = TurnDone(
-            trajectory_id=command.trajectory_id,
-            attempt=command.attempt,
-            turn=command.turn,
-            dispatch=command.dispatch,
+            **of_dispatch(command),
             output_tokens=len(result.tokens),
             cached_tokens=result.cached_tokens,
             version=result.versions[-1].version,
@@ -485,9 +476,7 @@ class Turns:
         """Send the answer to the worker."""
         self.answer(
             AnswerTurn(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
+                **of_turn(command),
                 engine_id=command.engine_id,
                 result=result,
                 stop=stop,
@@ -497,15 +486,7 @@ class Turns:
 
     def _failed(self, command: StartTurn, error: str) -> None:
         self.last_failure = shortened(error)
-        self.post(
-            TurnFailed(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                dispatch=command.dispatch,
-                error=self.last_failure,
-            )
-        )
+        self.post(TurnFailed(**of_dispatch(command), error=self.last_failure))
 
 
 def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:

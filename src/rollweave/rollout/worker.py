@@ -10,19 +10,20 @@ cancelled attempt leaves no task or environment behind.
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.threads import describe_error
 from rollweave.rollout.driver import (
-    DELAY_S,
     Driver,
     EpisodeStopError,
     MakeEpisode,
     SpawnTask,
     TurnResult,
     record_of,
+    report_delays,
 )
 from rollweave.rollout.reward_sources import finished_attempt
 from rollweave.rollout.rewards import DomainRewards, Outcome
@@ -56,6 +57,11 @@ Key = tuple[TrajectoryId, int]
 Report = Callable[[AttemptReport], None]
 
 
+def named(key: Key) -> dict[str, Any]:
+    """Return the fields by which messages name an attempt."""
+    return {"trajectory_id": key[0], "attempt": key[1]}
+
+
 class RemoteTurns:
     """Requests each turn of an attempt from the controller, and waits for the answer
     (a `TurnPort`).
@@ -82,15 +88,13 @@ class RemoteTurns:
     ) -> TurnResult:
         answer: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
         self._open, self._on_tokens = (number, answer), on_tokens
-        trajectory_id, attempt = self._key
         kept = len(self._known)
         if tokens[:kept] != self._known:
             kept = 0
         episode = self._episode()
         self._report(
             TurnAsked(
-                trajectory_id=trajectory_id,
-                attempt=attempt,
+                **named(self._key),
                 turn=number,
                 base=self._base,
                 kept=kept,
@@ -106,7 +110,7 @@ class RemoteTurns:
         except asyncio.CancelledError:
             # an agent program has abandoned this call but continues to run
             if not self.ending and answer.cancelled():
-                self._report(TurnGivenUp(trajectory_id=trajectory_id, attempt=attempt, turn=number))
+                self._report(TurnGivenUp(**named(self._key), turn=number))
             raise
         finally:
             self._open = self._on_tokens = None
@@ -116,12 +120,7 @@ class RemoteTurns:
         return result
 
     def record_span(self, name: str, start: float, end: float) -> None:
-        trajectory_id, attempt = self._key
-        self._report(
-            PhaseEnded(
-                trajectory_id=trajectory_id, attempt=attempt, name=name, start=start, end=end
-            )
-        )
+        self._report(PhaseEnded(**named(self._key), name=name, start=start, end=end))
 
     def stream(self, command: StreamTurn) -> None:
         """Pass sampled tokens of the open turn to the episode."""
@@ -163,6 +162,16 @@ class _Attempt:
     @property
     def lane(self) -> str:
         return f"{self.command.trajectory_id}/{self.command.attempt}"
+
+    def receive(self, command: StartRun | AnswerTurn | StreamTurn) -> None:
+        """Pass on a command that the attempt waits for."""
+        match command:
+            case StartRun():
+                self.run_allowed.set()
+            case AnswerTurn():
+                self.turns.answer(command)
+            case StreamTurn():
+                self.turns.stream(command)
 
 
 @dataclasses.dataclass(slots=True)
@@ -215,15 +224,10 @@ class RolloutWorker:
         match command:
             case StartInit():
                 self._start_init(command)
-            case StartRun(trajectory_id=name, attempt=number):
-                if (attempt := self._attempts.get((name, number))) is not None:
-                    attempt.run_allowed.set()
-            case AnswerTurn(trajectory_id=name, attempt=number):
-                if (attempt := self._attempts.get((name, number))) is not None:
-                    attempt.turns.answer(command)
-            case StreamTurn(trajectory_id=name, attempt=number):
-                if (attempt := self._attempts.get((name, number))) is not None:
-                    attempt.turns.stream(command)
+            case StartRun() | AnswerTurn() | StreamTurn():
+                attempt = self._attempts.get((command.trajectory_id, command.attempt))
+                if attempt is not None:
+                    attempt.receive(command)
             case StartEval():
                 self._start_eval(command)
             case CancelTrajectory():
@@ -240,9 +244,7 @@ class RolloutWorker:
             trajectory = record_of(command, StopReason.ENV_ERROR, _bug_text(bug))
             self._report(AttemptEnded(trajectory=trajectory, turns=0))
             return
-        episode.on_delay = lambda: self._report(
-            AttemptDelayed(trajectory_id=command.trajectory_id, attempt=command.attempt)
-        )
+        episode.on_delay = lambda: self._report(AttemptDelayed(**named(key)))
         turns = RemoteTurns(key, self._report, episode=lambda: episode)
         attempt = self._attempts[key] = _Attempt(
             command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()
@@ -254,12 +256,7 @@ class RolloutWorker:
         attempt = self._rolled_out.pop(key, None)
         if attempt is None:
             self._report(
-                AttemptScored(
-                    trajectory_id=key[0],
-                    attempt=key[1],
-                    stop_reason=StopReason.REWARD_ERROR,
-                    error=NOT_WAITING,
-                )
+                AttemptScored(**named(key), stop_reason=StopReason.REWARD_ERROR, error=NOT_WAITING)
             )
             return
         evaluation = self._evaluations[key] = _Evaluation(attempt=attempt)
@@ -314,13 +311,7 @@ class RolloutWorker:
         command, started = attempt.command, self._clock()
         await attempt.episode.init()
         attempt.turns.record_span("init", started, self._clock())
-        self._report(
-            EnvReady(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                prompt_tokens=attempt.episode.prompt_tokens,
-            )
-        )
+        self._report(EnvReady(**named(attempt.key), prompt_tokens=attempt.episode.prompt_tokens))
         await attempt.run_allowed.wait()
         reason = await attempt.episode.run(attempt.turns)
         if (teach := self._teacher(command)) is not None:
@@ -339,7 +330,7 @@ class RolloutWorker:
         if task is not None and task.cancelling():  # which `_close_or_kill` has absorbed
             raise asyncio.CancelledError
         started = self._clock()
-        delays = asyncio.create_task(_report_delays(attempt.episode), name="report delays")
+        delays = asyncio.create_task(report_delays(attempt.episode), name="report delays")
         try:
             attempt.taught = await teach(attempt.episode.trajectory(reason, "").sequences)
         except TeacherError as error:
@@ -413,7 +404,7 @@ class RolloutWorker:
         finished = finished_attempt(command.trajectory_id, command.attempt, command.task, unscored)
         judges = tuple(rewards.judges) if command.purpose is Purpose.TRAIN else ()
         episode.on_delay()
-        delays = asyncio.create_task(_report_delays(episode), name="report delays")
+        delays = asyncio.create_task(report_delays(episode), name="report delays")
         try:
             outcome = await rewards.compute(finished, record=attempt.turns.record_span)
         finally:
@@ -431,8 +422,7 @@ class RolloutWorker:
         del self._evaluations[key]
         self._report(
             AttemptScored(
-                trajectory_id=key[0],
-                attempt=key[1],
+                **named(key),
                 reward=outcome.reward if is_scored else None,
                 success=evaluation.success if is_scored else None,
                 stop_reason=episode.stop_reason if is_scored else cancelled or outcome.reason,
@@ -456,13 +446,6 @@ def _bug_text(bug: Exception) -> str:
     return shortened(
         f"a failure that Rollweave did not foresee: {describe_error('the attempt', bug)}"
     )
-
-
-async def _report_delays(episode: Driver) -> None:
-    """Report regularly that the attempt waits for what does not count as its time."""
-    while True:
-        await asyncio.sleep(DELAY_S)
-        episode.on_delay()
 
 
 async def _close_or_kill(episode: Driver) -> None:
