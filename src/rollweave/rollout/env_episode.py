@@ -93,17 +93,14 @@ class EnvEpisode:
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """Return the messages so far."""
         return self._conversation.messages if self._conversation is not None else ()
 
     @property
     def turns(self) -> int:
-        """Return the number of turns that the agent has taken."""
         return self._conversation.turns if self._conversation is not None else 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the length of the first turn's prompt in tokens."""
         return self._conversation.prompt_tokens if self._conversation is not None else 0
 
     @property
@@ -113,17 +110,14 @@ class EnvEpisode:
 
     @property
     def plan(self) -> tuple[int, ...]:
-        """Return the first tokens of the agent's first turn."""
         return self._conversation.plan if self._conversation is not None else ()
 
     @property
     def budget_s(self) -> float:
-        """Return the active seconds that remain."""
         return self._budget.remaining_s
 
     @property
     def eval_s(self) -> float:
-        """Return the seconds that the reward took."""
         return self._budget.eval_s
 
     @property

@@ -113,12 +113,10 @@ class HandlerEpisode:
 
     @property
     def budget_s(self) -> float:
-        """Return the active seconds that remain."""
         return self._budget.remaining_s
 
     @property
     def eval_s(self) -> float:
-        """Return the seconds that the reward took."""
         return self._budget.eval_s
 
     # The three stages.
@@ -291,7 +289,7 @@ class HandlerEpisode:
             raise EpisodeStopError(failure, f"{what} raised CancelledError")
         error = task.exception()
         if error is not None:
-            cause = error.raised if type(error) is _RaisedError else error
+            cause = _cause(error)
             raise EpisodeStopError(failure, describe_error(what, cause)) from cause
         value: T = task.result()
         return value
@@ -351,7 +349,7 @@ class HandlerEpisode:
         except (Interrupted, GeneratorExit, asyncio.CancelledError):
             raise
         except USER_EXCEPTIONS as error:
-            cause = error.raised if type(error) is _RaisedError else error
+            cause = _cause(error)
             raise EpisodeStopError(
                 stop.reason, f"{stop}; then {describe_error(hook, cause)}"
             ) from cause
@@ -492,6 +490,10 @@ class _RaisedError(RollweaveError):
     def __init__(self, raised: BaseException) -> None:
         super().__init__(type_name(raised))
         self.raised = raised
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.raised if type(error) is _RaisedError else error
 
 
 async def _detachable(call: Callable[[], Awaitable[T]]) -> T:

@@ -191,14 +191,9 @@ class ChatCodec(TextCodec):
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names of the arguments that the chat template reads."""
         return self._template.variables | self._with_tools.variables
 
     def with_arguments(self, arguments: str) -> TextCodec:
-        """Return this codec with arguments of its chat template: a JSON object, or ""
-        for none. Raises ChatError for an argument that the template does not read, or
-        with which a conversation cannot grow by appending.
-        """
         return self._variants(arguments) if arguments else self
 
     def _with_arguments(self, arguments: str) -> TextCodec:
@@ -297,13 +292,9 @@ class ChatCodec(TextCodec):
         return tuple(encode_after(self._tokenizer, following.opening, turn))
 
     def end_overlap(self, sampled: Sequence[int]) -> int:
-        """Return how many of the last sampled tokens already belong to the template's
-        end of turn.
-        """
         return max(ending.overlap(sampled) for ending in self._endings)
 
     def text(self, sampled: Sequence[int]) -> str:
-        """Return the agent's message: the text of the turn's tokens without its end."""
         text = super().text(sampled)
         for ending in self._endings:  # a token may contain the end of the message and this text
             text = ending.without(text)
@@ -311,20 +302,13 @@ class ChatCodec(TextCodec):
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format in which the chat template tells the agent to call tools, None if
-        it is unknown.
-        """
         return tool_format_of(self._with_tools.source)
 
     @property
     def thinking(self) -> Thinking | None:
-        """The marks of the model's thoughts; None if its template has no marks."""
         return self._template.thinking
 
     def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
-        """Return the numbers of the messages whose thoughts the chat template shows in
-        this conversation, at the opening of the next turn.
-        """
         marks = {
             place: f"{HOLE}{place}{HOLE}"
             for place, message in enumerate(messages)
@@ -344,7 +328,6 @@ class ChatCodec(TextCodec):
 
     @property
     def shows_tools(self) -> bool:
-        """True if the chat template shows the agent its tools."""
         return self.start((CONTEXT[0],), (TOOL,)) != self.start((CONTEXT[0],))
 
     def single_token_ids(self, words: Sequence[str]) -> tuple[int, ...]:

@@ -152,16 +152,14 @@ class ChatTemplate:
         *,
         special: Mapping[str, str],
         name: str,
-        now: datetime.datetime | None = None,
     ) -> None:
         self._special = dict(special)
         self._name = name
         self.source = source
-        moment = now or datetime.datetime.now()
         environment = self._environment = _Environment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = moment.strftime
+        environment.globals["strftime_now"] = datetime.datetime.now().strftime
         environment.globals["namespace"] = _Namespace
         self._arguments: dict[str, Any] = {}
         self.thinking: Thinking | None = None
@@ -329,8 +327,6 @@ def read_templates(
     directory: Path,
     special: Mapping[str, str],
     file: Path | None = None,
-    *,
-    now: datetime.datetime | None = None,
 ) -> dict[str, ChatTemplate]:
     """Return the templates of checkpoint `directory` by name, `default` among them: the
     templates in files, otherwise in tokenizer_config.json, otherwise in
@@ -339,7 +335,7 @@ def read_templates(
     """
     if file is not None:
         source = file.read_text(encoding="utf-8")
-        return {DEFAULT: ChatTemplate(source, special=special, name=str(file), now=now)}
+        return {DEFAULT: ChatTemplate(source, special=special, name=str(file))}
     files = {path.stem: path for path in sorted(directory.glob(f"{NAMED_TEMPLATES}/*.jinja"))}
     if (directory / TEMPLATE).exists():
         files = {DEFAULT: directory / TEMPLATE} | files
@@ -367,9 +363,7 @@ def read_templates(
             f"{', '.join(map(str, named))}"
         )
     return {
-        name: ChatTemplate(
-            source, special=special, name=str(files.get(name, files[DEFAULT])), now=now
-        )
+        name: ChatTemplate(source, special=special, name=str(files.get(name, files[DEFAULT])))
         for name, source in named.items()
         if name in (DEFAULT, WITH_TOOLS)
     }

@@ -267,7 +267,8 @@ class TextCodec:
 
     def with_arguments(self, arguments: str) -> "TextCodec":
         """Return this codec with arguments of its chat template: a JSON object, or ""
-        for none. Raises ChatError, as there is no chat template.
+        for none. Raises ChatError for an argument that the template does not read, or
+        with which a conversation cannot grow by appending.
         """
         return self if not arguments else self._without_template()
 
@@ -359,8 +360,8 @@ class TextCodec:
         return {text: texts[text] for text in sorted(texts, key=len, reverse=True)}
 
     def end_overlap(self, sampled: Sequence[int]) -> int:
-        """Return how many of the last sampled tokens belong to the end of the turn that
-        a chat template writes.
+        """Return how many of the last sampled tokens already belong to the end of the
+        turn that a chat template writes.
         """
         del sampled
         return 0

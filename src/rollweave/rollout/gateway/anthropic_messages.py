@@ -33,15 +33,17 @@ from rollweave.rollout.gateway.requests import (
     forced_call,
     leave_tool,
     read,
+    shown_text,
 )
 from rollweave.rollout.gateway.responses import (
     TEXT,
     THOUGHTS,
+    BlockApi,
     BlockStream,
     ChatReply,
     Json,
+    PlainErrors,
     ReplyHead,
-    typed_event,
 )
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.serving import Constraint
@@ -168,11 +170,10 @@ class _Request(OpenModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesApi:
+class MessagesApi(BlockApi, PlainErrors):
     """The API. `codec` decodes the text of a turn, to find the stop text in it."""
 
     prefix: Final = "msg"
-    end: Final = b""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -239,15 +240,8 @@ class MessagesApi:
     def stream(self, head: ReplyHead, chat: ChatRequest) -> "MessageStream":
         return MessageStream(self, head, chat)
 
-    def event(self, event: Json) -> bytes:
-        return typed_event(event)
-
     def count(self, tokens: int) -> Json:
         return {"input_tokens": tokens}
-
-    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
-        del head, error, chat
-        yield from ()
 
     def error(self, error: RequestError) -> Json:
         other = "invalid_request_error" if error.status < 500 else "api_error"
@@ -487,25 +481,13 @@ def _shown(
     **fields: Any,
 ) -> Message:
     """Return the message with this content, the blocks from number `first` on."""
-    if isinstance(content, str):
-        return Message(role=role, content=before + content, **fields)
-    parts = [before]
-    for place, block in enumerate(content, first):
-        if isinstance(block, _Other):
-            parts.append(_other(block, f"{path}.{place}", reading))
-            continue
-        reading.others(f"{path}.{place}.", block)
-        parts.append(block.text)
-    return Message(role=role, content="".join(parts), **fields)
+    text = shown_text(content, path, reading, other=_Other, text_of=_document, first=first)
+    return Message(role=role, content=before + text, **fields)
 
 
-def _other(block: _Other, path: str, reading: Reading) -> str:
-    """Return the text of a block that no chat template shows: the text of a plain
-    document, or a placeholder.
-    """
-    source = (block.model_extra or {}).get("source")
+def _document(block: Json) -> object:
+    """Return the text of a plain document."""
+    source = block.get("source")
     if isinstance(source, dict) and source.get("type") == "text":
-        text = source.get("data")
-        if isinstance(text, str):
-            return text
-    return reading.placeholder(f"{path}.type", block.type, "must be text")
+        return source.get("data")
+    return None

@@ -158,15 +158,14 @@ class CompletionsApi(OpenAIApi):
 
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         result = reply.result
-        entries = [entry for delta in reply.deltas for entry in delta.entries]
-        if chat.token_names or chat.token_ids:
-            # All sampled tokens, including the tokens whose text is not shown.
-            entries += reply.hidden(len(entries))
         choice: Json = {
             "index": 0,
             "text": self.echoed(head, chat) + ("" if chat.only_prompt else reply.message.content),
             "logprobs": self.logprobs(
-                head, chat, () if chat.only_prompt else entries, reply if chat.echo else None
+                head,
+                chat,
+                () if chat.only_prompt else reply.entries(chat),
+                reply if chat.echo else None,
             ),
             "finish_reason": _finish_reason(reply, chat),
             "weight_versions": [
@@ -345,9 +344,6 @@ class BatchApi(ChatApi):
 
 def completion(codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
     """Return the body of a response that is not streamed."""
-    entries = [entry for delta in reply.deltas for entry in delta.entries]
-    if chat.token_ids or chat.token_names:
-        entries += reply.hidden(len(entries))
     content = echoed(chat) + reply.message.content
     choice = {
         "index": 0,
@@ -358,7 +354,7 @@ def completion(codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRe
             **({"reasoning_content": reply.message.thoughts} if reply.message.thoughts else {}),
             **({"tool_calls": openai_calls(reply.message)} if reply.message.tool_calls else {}),
         },
-        "logprobs": _logprobs(codec, entries, chat),
+        "logprobs": _logprobs(codec, reply.entries(chat), chat),
         "finish_reason": reply.finish_reason,
         "token_ids": reply.result.tokens if chat.token_ids else None,
     }

@@ -23,7 +23,6 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
-from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import (
     KEEP_ALIVE_S,
@@ -35,7 +34,7 @@ from rollweave.rollout.gateway.answering import (
     model_object,
 )
 from rollweave.rollout.gateway.fields import RequestError, Unread, bad
-from rollweave.rollout.gateway.preparing import MOST, Aside
+from rollweave.rollout.gateway.preparing import MOST, Aside, template_errors
 from rollweave.rollout.gateway.requests import ChatRequest, PromptForm
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.served import parse_detokenize, parse_tokenize
@@ -175,7 +174,7 @@ class ServingFront:
         form, tokens = chat.prompt_form, chat.prompt
         if tokens is None and form == PromptForm():
             return None
-        try:
+        with template_errors(chat.source):
             if tokens is None:
                 codec = self._codec.with_arguments(chat.template_arguments)
                 tokens = codec.start(
@@ -188,8 +187,6 @@ class ServingFront:
                     tokens = self._codec.added_before() + tokens
             elif isinstance(tokens, str):
                 tokens = self._codec.encode_literal(tokens, adds_special=form.adds_special)
-        except ChatError as error:
-            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
         if form.most is None:
             return tokens
         most = form.most

@@ -36,14 +36,15 @@ from rollweave.rollout.gateway.requests import (
     check_free,
     forced_call,
     read,
+    shown_text,
 )
 from rollweave.rollout.gateway.responses import (
     THOUGHTS,
+    BlockApi,
     BlockStream,
     ChatReply,
     Json,
     ReplyHead,
-    typed_event,
 )
 from rollweave.rollout.gateway.responses_tools import CALLS, OUTPUTS, call_of, item_of, read_tools
 from rollweave.schema.chat import Message, Role, ToolCall
@@ -202,11 +203,10 @@ class _Request(OpenModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ResponsesApi:
+class ResponsesApi(BlockApi):
     """The API."""
 
     prefix: Final = "resp"
-    end: Final = b""
 
     def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
         del counts  # a request to count has the same required fields
@@ -272,9 +272,6 @@ class ResponsesApi:
 
     def stream(self, head: ReplyHead, chat: ChatRequest) -> "ResponseStream":
         return ResponseStream(self, head, chat)
-
-    def event(self, event: Json) -> bytes:
-        return typed_event(event)
 
     def count(self, tokens: int) -> Json:
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -535,20 +532,10 @@ def _of_others(item: Item, path: str, reading: Reading) -> Message:
 def _shown(
     content: str | Sequence[Any], path: str, reading: Reading, *, role: Role, **fields: Any
 ) -> Message:
-    if isinstance(content, str):
-        return Message(role=role, content=content, **fields)
-    parts = list[str]()
-    for place, part in enumerate(content):
-        field = f"{path}.{place}."
-        if isinstance(part, _OtherPart):
-            text = (part.model_extra or {}).get("refusal")
-            rule = "must be text"
-            parts.append(
-                text
-                if isinstance(text, str)
-                else reading.placeholder(field + "type", part.type, rule)
-            )
-            continue
-        reading.others(field, part)
-        parts.append(part.text)
-    return Message(role=role, content="".join(parts), **fields)
+    text = shown_text(content, path, reading, other=_OtherPart, text_of=_refusal)
+    return Message(role=role, content=text, **fields)
+
+
+def _refusal(part: Json) -> object:
+    """Return the text of an agent's refusal."""
+    return part.get("refusal")

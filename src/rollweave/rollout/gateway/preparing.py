@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rollweave.engine.matchers import GrammarCheck, rule_of
+from rollweave.engine.matchers import CANNOT, BusyError, GrammarCheck, rule_of
 from rollweave.rollout.chat.replies import Thinking, ToolFormat
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
@@ -55,7 +55,7 @@ class Aside:
     """
 
     def __init__(self, *, wait_s: float = WAIT_S) -> None:
-        self.grammars = GrammarCheck()
+        self._grammars = GrammarCheck()
         self._wait_s = wait_s
         self._thread: ThreadPoolExecutor | None = None
 
@@ -84,9 +84,18 @@ class Aside:
             rule = f"a large request must be prepared within {self._wait_s:g} s: try again later"
             raise RequestError(503, rule, code="unavailable") from None
 
+    async def check_form(self, field: str, constraint: Constraint) -> None:
+        """Raise RequestError for a constraint that cannot be met."""
+        try:
+            why = await self._grammars.why_not(constraint)
+        except BusyError as error:
+            raise RequestError(503, str(error), code="unavailable") from error
+        if why:
+            raise unconstrainable(field, constraint, why)
+
     def close(self) -> None:
         """End both. Work in progress on the thread ends by itself."""
-        self.grammars.close()
+        self._grammars.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
@@ -101,6 +110,45 @@ MAX_ARGUMENTS: Final = 4096
 """Maximum characters of the arguments of a chat template, which is tried with them."""
 
 OTHERS: Final = "(other fields)"
+
+
+class Line:
+    """The large work of one session. One piece is done at a time, so that other
+    sessions need not wait for all of it.
+    """
+
+    def __init__(self, aside: Aside) -> None:
+        self._aside, self._lock = aside, asyncio.Lock()
+
+    async def run(self, work: Callable[[], T], *, size: int, most: int = INLINE) -> T:
+        """Return the result of work, as `Aside.run`."""
+        return await self._aside.run(work, size=size, most=most, line=self._lock)
+
+    async def check_form(self, field: str, constraint: Constraint) -> None:
+        """Raise RequestError for a constraint that cannot be met."""
+        async with self._lock:
+            await self._aside.check_form(field, constraint)
+
+
+@contextlib.contextmanager
+def template_errors(field: str) -> Iterator[None]:
+    """Raise the errors of a chat template as RequestErrors of a field."""
+    try:
+        yield
+    except ChatError as error:
+        raise RequestError(400, f"{field}: {error}", param=field) from error
+
+
+FORMS: Final = {"json": "a JSON schema", "regex": "a regular expression", "lark": "forms"}
+"""Kind of a constraint → the name of its text's form."""
+
+
+def unconstrainable(field: str, constraint: Constraint, why: str) -> RequestError:
+    """Return the refusal of a constraint, or of a text that cannot meet it."""
+    rule = (
+        f"must be {FORMS[constraint.kind]} that can be constrained: {why.removeprefix(CANNOT):.300}"
+    )
+    return bad(field, rule, constraint.text)
 
 
 def readable(
@@ -207,6 +255,44 @@ combine the properties of several schemas in one object.
 
 VALUES: Final = ("const", "default", "enum", "examples")
 """Keywords whose values are not schemas."""
+
+
+async def constraint_of(
+    chat: ChatRequest,
+    codec: TextCodec,
+    tools: ToolFormat | None,
+    line: Line,
+    *,
+    unconstrained: str,
+) -> Constraint | None:
+    """Return the constraint of a turn: of its answer, of its calls, or of both.
+    `unconstrained` is the reason why the engines cannot constrain answers, or "";
+    strict tools are then only shown.
+
+    Raises RequestError, with the field that is to blame, for a demanded constraint that
+    cannot be met.
+    """
+    if unconstrained:
+        for field, rule, wanted in (
+            ("response_format", "null", chat.constraint),
+            ("tool_choice", "auto or none", chat.call),
+        ):
+            if wanted is not None:
+                raise RequestError(400, f"{field} must be {rule}: {unconstrained}", param=field)
+        return None
+    if chat.constraint is not None:
+        await line.check_form(chat.constraint_field, chat.constraint)
+    if tools is None or not chat.reads_calls:
+        return chat.constraint
+    constraint = await line.run(lambda: call_constraint(chat, tools, codec), size=chat.chars)
+    if constraint is not None and constraint != chat.constraint:
+        try:
+            await line.check_form("tools", constraint)
+        except RequestError:
+            for field, part in parts_of(chat):
+                await line.check_form(field, part)
+            raise
+    return constraint
 
 
 def call_constraint(chat: ChatRequest, tools: ToolFormat, codec: TextCodec) -> Constraint | None:

@@ -11,7 +11,7 @@ request is refused.
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -136,6 +136,12 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     echo: bool = False
     only_prompt: bool = False
     usage_always: bool = False
+
+    @property
+    def chars(self) -> int:
+        """The number of characters that a chat template may show."""
+        prompt = len(self.prompt) if isinstance(self.prompt, str) else 0
+        return prompt + sum(map(len, self.tools)) + sum(message.chars for message in self.messages)
 
 
 PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
@@ -365,6 +371,33 @@ def _declared(reading: Reading, tools: Iterable[_Tool | OtherTool] | None) -> It
 def leave_tool(reading: Reading, place: int, kind: str) -> None:
     """Leave out a tool of a type that no agent here can call."""
     reading.leave(f"tools.{place}.type", kind, "must be function", action="left out")
+
+
+def shown_text(
+    content: str | Sequence[Any],
+    path: str,
+    reading: Reading,
+    *,
+    other: type[Any],
+    text_of: Callable[[dict[str, Any]], object],
+    first: int = 0,
+) -> str:
+    """Return the text of a message, whose parts are counted from `first` on. A part of
+    the type `other` shows the text that `text_of` finds in it, or a placeholder.
+    """
+    if isinstance(content, str):
+        return content
+    texts = list[str]()
+    for place, part in enumerate(content, first):
+        if isinstance(part, other):
+            text = text_of(part.model_extra or {})
+            if not isinstance(text, str):
+                text = reading.placeholder(f"{path}.{place}.type", part.type, "must be text")
+            texts.append(text)
+        else:
+            reading.others(f"{path}.{place}.", part)
+            texts.append(part.text)
+    return "".join(texts)
 
 
 def read(body: bytes, kind: type[Model], *, most: int = MAX_TOKENS) -> Model:

@@ -65,6 +65,15 @@ class ChatReply(Struct, frozen=True, kw_only=True):
         count = len(self.result.tokens)
         return usage_of(self.prompt_tokens, count) | details_of(cached, thoughts)
 
+    def entries(self, chat: ChatRequest) -> list[TokenEntry]:
+        """Return the tokens of the deltas; all sampled tokens if the client asks for
+        their ids or names, including the tokens whose text is not shown.
+        """
+        entries = [entry for delta in self.deltas for entry in delta.entries]
+        if chat.token_ids or chat.token_names:
+            entries += self.hidden(len(entries))
+        return entries
+
     def hidden(self, shown: int) -> tuple[TokenEntry, ...]:
         """Return the tokens after the first `shown`, whose text the answer lacks."""
         result, tops = self.result, self.result.top_logprobs
@@ -201,7 +210,15 @@ def check_begun(message: Message, thoughts: str, content: str) -> None:
         raise ContradictionError("the message does not begin with the text that was sent")
 
 
-class OpenAIApi:
+class PlainErrors:
+    """An API whose clients read errors before the first text from plain responses."""
+
+    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
+        del head, error, chat
+        yield from ()
+
+
+class OpenAIApi(PlainErrors):
     """The form of events and errors that OpenAI's APIs share."""
 
     end: Final = b"data: [DONE]\n\n"
@@ -222,9 +239,14 @@ class OpenAIApi:
             )
         return body
 
-    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
-        del head, error, chat
-        yield from ()
+
+class BlockApi:
+    """The form of events in APIs that send a turn as blocks."""
+
+    end: Final = b""
+
+    def event(self, event: Json) -> bytes:
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
 
 
 def prompt_scores(
@@ -362,8 +384,3 @@ class BlockStream(ABC):
     @abstractmethod
     def _end(self, reply: ChatReply) -> Iterator[Json]:
         """Yield the events after the last block."""
-
-
-def typed_event(event: Json) -> bytes:
-    """Return the bytes of an event, which is named after its type."""
-    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()

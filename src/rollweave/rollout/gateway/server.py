@@ -39,8 +39,9 @@ from rollweave.rollout.gateway.answering import (
     ignored,
     model_object,
 )
-from rollweave.rollout.gateway.fields import RequestError
+from rollweave.rollout.gateway.fields import RequestError, Unread
 from rollweave.rollout.gateway.preparing import Aside
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
@@ -201,13 +202,8 @@ class Gateway:
         return model_object(name or root, root=root, created=self._started, context=context)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
-        session = self._session(request)
-        body = await body_of(request, most=MAX_BODY)
+        session, body, chat, unread = await self._read(request, api)
         key, repeated = identity(request, body)
-        chat, unread = await session.beside(
-            lambda: session.readable(api.parse(body)), size=len(body)
-        )
-        session.ignored.add(unread)
         chat = msgspec.structs.replace(chat, model=chat.model or self._model)
         return await answer(
             request,
@@ -220,14 +216,21 @@ class Gateway:
         )
 
     async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
+        session, body, chat, unread = await self._read(request, api, counts=True)
+        tokens = await session.beside(lambda: session.prompt_of(chat), size=len(body))
+        return web.json_response(api.count(len(tokens)), headers=ignored(unread))
+
+    async def _read(
+        self, request: web.Request, api: Api, *, counts: bool = False
+    ) -> tuple[Session, bytes, ChatRequest, list[Unread]]:
+        """Return the session of a request, its body, and what the body asks for."""
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY)
         chat, unread = await session.beside(
-            lambda: session.readable(api.parse(body, counts=True)), size=len(body)
+            lambda: session.readable(api.parse(body, counts=counts)), size=len(body)
         )
         session.ignored.add(unread)
-        tokens = await session.beside(lambda: session.prompt_of(chat), size=len(body))
-        return web.json_response(api.count(len(tokens)), headers=ignored(unread))
+        return session, body, chat, unread
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of the path if the client has its token."""

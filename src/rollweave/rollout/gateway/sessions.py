@@ -16,20 +16,20 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from rollweave.engine.matchers import CANNOT, BusyError
 from rollweave.rollout.chat.replies import Thinking, ToolFormat
-from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.branches import Call, CallState
 from rollweave.rollout.gateway.deltas import DeltaReader
-from rollweave.rollout.gateway.fields import RequestError, TooLongError, Unread, bad
+from rollweave.rollout.gateway.fields import RequestError, TooLongError, Unread
 from rollweave.rollout.gateway.preparing import (
     INLINE,
     Aside,
     IgnoredFields,
-    call_constraint,
-    parts_of,
+    Line,
+    constraint_of,
     readable,
+    template_errors,
+    unconstrainable,
 )
 from rollweave.rollout.gateway.recorder import Prepared, SessionRecorder
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
@@ -166,7 +166,7 @@ class Session:
         self.unreadable: Unreadable = unreadable
         self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
-        self._aside, self._line = aside, asyncio.Lock()
+        self._line = Line(aside)
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
         self.context_error = ""
@@ -200,12 +200,10 @@ class Session:
     def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
         """Return the tokens of a request's prompt. Raises RequestError."""
         self.check(chat)
-        try:
+        with template_errors(chat.source):
             return self.recorder.prepare(
                 chat.messages, chat.tools, arguments=chat.template_arguments
             ).context
-        except ChatError as error:
-            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
     @contextlib.asynccontextmanager
     async def turn(
@@ -218,7 +216,9 @@ class Session:
         is lost.
         """
         self._check_new(chat, key, repeated)
-        constraint = await self._constrained(chat)
+        constraint = await constraint_of(
+            chat, self._codec, self._tools, self._line, unconstrained=self._unconstrained
+        )
         prepared = await self._prepare(chat)
         turn = self._turn(chat, key, repeated, prepared, constraint)
         turn.waiters += 1
@@ -231,11 +231,8 @@ class Session:
                 self.recorder.lose(turn.call)
 
     async def beside(self, work: Callable[[], T], *, size: int, most: int = INLINE) -> T:
-        """Return the result of work for a request, as `Aside.run`. A session has only
-        one piece of large work done at a time, so that other sessions need not wait for
-        all its work.
-        """
-        return await self._aside.run(work, size=size, most=most, line=self._line)
+        """Return the result of work for a request, as `Line.run`."""
+        return await self._line.run(work, size=size, most=most)
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
@@ -324,7 +321,7 @@ class Session:
         """Return the prompt of a request. A large prompt is made outside the event
         loop. Raises RequestError.
         """
-        try:
+        with template_errors(chat.source):
             return await self.beside(
                 lambda: self.recorder.prepare(
                     chat.messages,
@@ -332,10 +329,8 @@ class Session:
                     prompt=chat.prompt,
                     arguments=chat.template_arguments,
                 ),
-                size=_chars(chat) + MESSAGE_CHARS * len(chat.messages),
+                size=chat.chars + MESSAGE_CHARS * len(chat.messages),
             )
-        except ChatError as error:
-            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
     def _turn(
         self,
@@ -377,17 +372,14 @@ class Session:
     def check(self, chat: ChatRequest) -> None:
         """Raise RequestError for a request that the agent cannot be shown."""
         self._check_size(chat)
-        try:
+        with template_errors("chat_template_kwargs"):
             self.codec_of(chat)
-        except ChatError as error:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name}: {error}", param=name) from error
         if chat.tools:
             self._check_tools(chat)
 
     def _check_size(self, chat: ChatRequest) -> None:
         """Raise RequestError for a text that is too long to be tokenized."""
-        chars = _chars(chat)
+        chars = chat.chars
         limit = MAX_CHARS_PER_TOKEN * self.limits.context
         if chars > limit:
             context = f"a context of {self.limits.context} tokens"
@@ -397,32 +389,6 @@ class Session:
                 f"got {chars}",
                 tokens=chars // MAX_CHARS_PER_TOKEN,
             )
-
-    async def _constrained(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn. Raises RequestError, with the field that is
-        to blame, for a constraint that cannot be met.
-        """
-        if chat.constraint is not None and not self._unconstrained:
-            await self._check_form(chat.constraint_field, chat.constraint)
-        constraint = await self.beside(lambda: self._constraint_of(chat), size=_chars(chat))
-        if constraint is not None and constraint != chat.constraint:
-            try:
-                await self._check_form("tools", constraint)
-            except RequestError:
-                for field, part in parts_of(chat):
-                    await self._check_form(field, part)
-                raise
-        return constraint
-
-    async def _check_form(self, field: str, constraint: Constraint) -> None:
-        """Raise RequestError for a constraint that cannot be met."""
-        async with self._line:
-            try:
-                why = await self._aside.grammars.why_not(constraint)
-            except BusyError as error:
-                raise RequestError(503, str(error), code="unavailable") from error
-        if why:
-            raise _unconstrainable(field, constraint, why)
 
     def _check_tools(self, chat: ChatRequest) -> None:
         if not self.codec_of(chat).shows_tools:
@@ -517,24 +483,6 @@ class Session:
             **{"seed": mix(base.seed, call.number), **overrides},
         )
 
-    def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn: of its answer, of its calls, or of both.
-        Raises RequestError for a demanded constraint if the engines cannot constrain
-        answers; strict tools are then only shown.
-        """
-        if self._unconstrained:
-            for field, rule, wanted in (
-                ("response_format", "null", chat.constraint),
-                ("tool_choice", "auto or none", chat.call),
-            ):
-                if wanted is not None:
-                    text = f"{field} must be {rule}: {self._unconstrained}"
-                    raise RequestError(400, text, param=field)
-            return None
-        if self._tools is None or not chat.reads_calls:
-            return chat.constraint
-        return call_constraint(chat, self._tools, self._codec)
-
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:
             async with asyncio.timeout(self.limits.turn_s):
@@ -543,7 +491,8 @@ class Session:
             if result.finish is FinishReason.REFUSED:
                 constraint = sampling.constraint
                 assert constraint is not None, "only a constraint is refused"
-                raise _unconstrainable(_constraint_field(chat), constraint, result.error)
+                field = chat.constraint_field if chat.constraint is not None else "tools"
+                raise unconstrainable(field, constraint, result.error)
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -607,29 +556,6 @@ class Session:
         if turn.call.state is CallState.PENDING:
             self.recorder.drop(turn.call)
             del self._turns[turn.call]
-
-
-def _chars(chat: ChatRequest) -> int:
-    """Return the number of characters that a chat template may show."""
-    prompt = len(chat.prompt) if isinstance(chat.prompt, str) else 0
-    return prompt + sum(map(len, chat.tools)) + sum(message.chars for message in chat.messages)
-
-
-def _constraint_field(chat: ChatRequest) -> str:
-    """Return the field that demands a constraint."""
-    return chat.constraint_field if chat.constraint is not None else "tools"
-
-
-FORMS: Final = {"json": "a JSON schema", "regex": "a regular expression", "lark": "forms"}
-"""Kind of a constraint → the name of its text's form."""
-
-
-def _unconstrainable(field: str, constraint: Constraint, why: str) -> RequestError:
-    """Return the refusal of a constraint, or of a text that cannot meet it."""
-    rule = (
-        f"must be {FORMS[constraint.kind]} that can be constrained: {why.removeprefix(CANNOT):.300}"
-    )
-    return bad(field, rule, constraint.text)
 
 
 def _result_error(result: GenerateResult) -> RequestError | None:
