@@ -322,6 +322,3 @@ async def test_a_group_that_a_lost_controller_compared_is_not_asked_about_again(
         assert await group.compared() == event
         assert server.requests == []
         assert group.scores() == scores, "rescore can still ask about the one that failed"
-
-
-# The configuration.

@@ -170,45 +170,47 @@ async def listener() -> AsyncIterator[GatewayListener]:
     STUBBORN.clear()
 
 
-def harness(
-    store: TrajectoryStore,
-    listener: GatewayListener,
-    handler: Any,
-    images: ImagePort | None = None,
-    **limits: Any,
-) -> Harness:
-    sandboxes = Sandboxes("plain", images=images)
-
-    def make(command: StartInit) -> HandlerEpisode:
-        return HandlerEpisode(
-            command,
-            make=handler if callable(handler) else lambda: handler,
-            agent=AgentConfig(codec=CODEC, sampling=Sampling(stop_token_ids=CODEC.stop_token_ids)),
-            seed=7,
-            clock=asyncio.get_running_loop().time,
-            sandboxes=sandboxes,
-            listener=listener,
-        )
-
-    return Harness(store, make=make, **limits)
+Play = Callable[..., Harness]
 
 
-async def ended(stage_: Harness, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
-    """Play until the attempt's RUN is over; check that no task is left."""
+@pytest.fixture
+def harness(store: TrajectoryStore, listener: GatewayListener) -> Play:
+    """Return what makes the pipeline of a handler."""
+
+    def of(handler: Any, images: ImagePort | None = None, **limits: Any) -> Harness:
+        sandboxes = Sandboxes("plain", images=images)
+        sampling = Sampling(stop_token_ids=CODEC.stop_token_ids)
+
+        def make(command: StartInit) -> HandlerEpisode:
+            return HandlerEpisode(
+                command,
+                make=handler if callable(handler) else lambda: handler,
+                agent=AgentConfig(codec=CODEC, sampling=sampling),
+                seed=7,
+                clock=asyncio.get_running_loop().time,
+                sandboxes=sandboxes,
+                listener=listener,
+            )
+
+        return Harness(store, make=make, **limits)
+
+    return of
+
+
+async def ended(stage_: Harness) -> tuple[TrajectoryEnded, Trajectory]:
+    """Play until the attempt's RUN is over."""
     over = await stage_.play()
-    return over, store.get([TRAJECTORY])[0]
+    return over, stage_.store.get([TRAJECTORY])[0]
 
 
-async def test_names_a_first_prompt_that_does_not_fit(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_names_a_first_prompt_that_does_not_fit(harness: Play) -> None:
     """Like `swe`, the handler lets LimitError propagate: it did ask its agent."""
     prompt = Message(role="user", content="go " * 40)
 
     async def ask(agent: Agent) -> None:
         await agent.chat([prompt])
 
-    stage_ = harness(store, listener, Played(on_run=ask), max_tokens=50)
+    stage_ = harness(Played(on_run=ask), max_tokens=50)
     over = await stage_.play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert over.error.startswith(
@@ -216,18 +218,16 @@ async def test_names_a_first_prompt_that_does_not_fit(
     )
 
 
-async def test_a_handler_sees_that_a_turn_was_cut(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_a_handler_sees_that_a_turn_was_cut(harness: Play) -> None:
     replies: list[Message] = []
 
     async def listen(agent: Agent) -> None:
         replies.append(await agent.chat([GO]))
         replies.append(await agent.chat([GO, replies[0], ON], max_tokens=2))
 
-    stage_ = harness(store, listener, Played(on_run=listen), max_turn_tokens=4)
+    stage_ = harness(Played(on_run=listen), max_turn_tokens=4)
     stage_.engine.answer = engine_result("righ", finish=FinishReason.LENGTH)
-    _, trajectory = await ended(stage_, store)
+    _, trajectory = await ended(stage_)
     assert [message.finish_reason for message in replies] == ["length", "length"]
     cut = [event.cut for event in stage_.events if isinstance(event, TurnDone)]
     assert cut == [True, False], "the second limit is the handler's"
@@ -254,7 +254,7 @@ IMAGE = SandboxSpec(image="a.toml")
 
 @pytest.mark.variants
 async def test_the_wait_for_an_image_is_not_counted(
-    store: TrajectoryStore, listener: GatewayListener, monkeypatch: pytest.MonkeyPatch
+    harness: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler can do without the image."""
     monkeypatch.setattr(driver, "DELAY_S", 0.1)
@@ -264,8 +264,8 @@ async def test_the_wait_for_an_image_is_not_counted(
         failed = await asyncio.gather(*starting, return_exceptions=True)
         assert [type(one) for one in failed] == [ImageError] * 2
 
-    stage_ = harness(store, listener, Played(on_init=start), NoImages(3.0), step_s=2.0)
-    over, trajectory = await ended(stage_, store)
+    stage_ = harness(Played(on_init=start), NoImages(3.0), step_s=2.0)
+    over, trajectory = await ended(stage_)
     assert over.stop_reason is StopReason.FINISHED
     assert trajectory.timing.init_s < 2.0
     assert len([event for event in stage_.events if isinstance(event, AttemptDelayed)]) > 5
@@ -273,7 +273,7 @@ async def test_the_wait_for_an_image_is_not_counted(
 
 @pytest.mark.parametrize("stage", ["init", "run"])
 async def test_a_missing_image_is_no_fault_of_the_agent_or_environment(
-    store: TrajectoryStore, listener: GatewayListener, stage: str
+    harness: Play, stage: str
 ) -> None:
     """Even if the handler hides it, and would give a reward."""
     jobs: list[Job] = []
@@ -290,7 +290,7 @@ async def test_a_missing_image_is_no_fault_of_the_agent_or_environment(
             raise LookupError("no sandbox") from error
 
     rewarding = Played(on_init=start, on_run=hidden, on_error=lambda _: _value(Score(reward=1.0)))
-    stage_ = harness(store, listener, rewarding, NoImages(0.0))
+    stage_ = harness(rewarding, NoImages(0.0))
     over = await stage_.play()
     assert (over.stop_reason, over.error) == (
         StopReason.IMAGE_ERROR,
@@ -298,17 +298,17 @@ async def test_a_missing_image_is_no_fault_of_the_agent_or_environment(
     )
 
 
-async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListener) -> None:
+async def test_a_complete_attempt(harness: Play) -> None:
     handler = Played()
-    stage_ = harness(store, listener, handler)
-    over, trajectory = await ended(stage_, store)
+    stage_ = harness(handler)
+    over, trajectory = await ended(stage_)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
     kinds = [EnvReady, TurnRequested, TurnDone, TurnRequested, TurnDone, TrajectoryEnded]
     assert [type(event) for event in stage_.events] == kinds
     stage_.eval()
     ready = await stage_.until(RewardReady)
     assert (ready.reward, ready.success) == (2.0, True)
-    (trajectory,) = store.get([TRAJECTORY])
+    (trajectory,) = stage_.store.get([TRAJECTORY])
     assert json.loads(trajectory.result) == {"patch": "+1"}
     (sequence,) = trajectory.sequences
     reported = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
@@ -323,24 +323,20 @@ async def test_a_complete_attempt(store: TrajectoryStore, listener: GatewayListe
     assert stage_.active_attempts == 0
 
 
-async def test_a_rewritten_context_and_a_second_agent_open_sequences(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_a_rewritten_context_and_a_second_agent_open_sequences(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         first = await agent.chat([GO])
         await asyncio.gather(agent.chat([ON]), agent.chat([GO, first, ON]), agent.chat([GO]))
 
-    stage_ = harness(store, listener, Played(on_run=run))
-    over, trajectory = await ended(stage_, store)
+    stage_ = harness(Played(on_run=run))
+    over, trajectory = await ended(stage_)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 4)
     outputs = [turn for sequence in trajectory.sequences for turn in sequence.turns]
     assert (len(trajectory.sequences), len(outputs)) == (3, 4)
 
 
-async def test_seeds_differ_by_turn_and_attempt(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
-    stage_ = harness(store, listener, Played)
+async def test_seeds_differ_by_turn_and_attempt(harness: Play) -> None:
+    stage_ = harness(Played)
     await stage_.play()
     seeds = [request.sampling.seed for request in stage_.engine.requests]
     assert len(set(seeds)) == 2
@@ -358,15 +354,13 @@ async def test_seeds_differ_by_turn_and_attempt(
     ],
 )
 @pytest.mark.parametrize("stage", ["make", "init", "run", "eval"])
-async def test_a_stage_that_raises(
-    store: TrajectoryStore, listener: GatewayListener, stage: str, error: BaseException
-) -> None:
+async def test_a_stage_that_raises(harness: Play, stage: str, error: BaseException) -> None:
     handler = Played(**{} if stage == "make" else {f"on_{stage}": raising(error)})
 
     def fails() -> Any:
         raise error
 
-    stage_ = harness(store, listener, fails if stage == "make" else handler)
+    stage_ = harness(fails if stage == "make" else handler)
     over = await stage_.play()
     if stage == "eval":
         assert over.stop_reason is StopReason.FINISHED
@@ -388,17 +382,13 @@ async def test_a_stage_that_raises(
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
 @pytest.mark.parametrize("how", [hang, stubborn])
 async def test_a_stage_that_hangs(
-    store: TrajectoryStore,
-    listener: GatewayListener,
-    stage: str,
-    how: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    harness: Play, stage: str, how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 0.2)
     handler = Played(**{f"on_{stage}": how})
     # stages before the one that hangs must not exceed it on a busy machine
     step_s = 0.05 if stage == "init" else 0.3
-    stage_ = harness(store, listener, handler, step_s=step_s)
+    stage_ = harness(handler, step_s=step_s)
     over = await stage_.play()
     if stage == "eval":
         stage_.eval()
@@ -416,11 +406,7 @@ async def test_a_stage_that_hangs(
 )
 @pytest.mark.parametrize("place", ["close", "hook"])
 async def test_slow_hooks_do_not_delay_the_pipeline(
-    store: TrajectoryStore,
-    listener: GatewayListener,
-    place: str,
-    how: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    harness: Play, place: str, how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 0.2)
     monkeypatch.setattr("rollweave.rollout.worker.CLOSE_S", 0.5)
@@ -431,21 +417,16 @@ async def test_slow_hooks_do_not_delay_the_pipeline(
 
     failing = raising(ValueError("no"))
     handler = Closed() if place == "close" else Played(on_run=failing, on_error=how)
-    over = await harness(store, listener, handler).play()
+    over = await harness(handler).play()
     assert over.stop_reason is (StopReason.FINISHED if place == "close" else StopReason.ENV_ERROR)
     assert ("kill" if place == "close" else "close") in handler.log
 
 
-async def test_waiting_for_a_turn_is_not_active_time(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_waiting_for_a_turn_is_not_active_time(harness: Play) -> None:
     """The interval between turns is limited, the wait for a turn is not."""
-    stage_ = harness(store, listener, Played(), step_s=1.0)
+    stage_ = harness(Played(), step_s=1.0)
     began = time.monotonic()
-    stage_.init()
-    await stage_.until(EnvReady)
-    stage_.run()
-    await stage_.until(TurnRequested)
+    await stage_.asked()
     await asyncio.sleep(1.2)  # longer than a step may take: the turn queues
     stage_.turn(0)
     await stage_.until(TurnDone)
@@ -454,44 +435,36 @@ async def test_waiting_for_a_turn_is_not_active_time(
     over = await stage_.until(TrajectoryEnded)
     assert isinstance(over, TrajectoryEnded)
     assert over.stop_reason is StopReason.FINISHED
-    timing = store.get([TRAJECTORY])[0].timing
+    timing = stage_.store.get([TRAJECTORY])[0].timing
     assert timing.queue_s >= 1.2
     assert timing.env_s + timing.queue_s < time.monotonic() - began
 
 
-async def test_the_budget_runs_out_in_a_stage(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
-    stage_ = harness(store, listener, Played(on_run=hang), time_s=0.05)
+async def test_the_budget_runs_out_in_a_stage(harness: Play) -> None:
+    stage_ = harness(Played(on_run=hang), time_s=0.05)
     over = await stage_.play()
     assert (over.stop_reason, "ran out in run" in over.error) == (StopReason.TIME_BUDGET, True)
 
 
-async def test_the_budget_runs_out_in_a_turn(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
-    stage_ = harness(store, listener, Played())
+async def test_the_budget_runs_out_in_a_turn(harness: Play) -> None:
+    stage_ = harness(Played())
     stage_.engine.answer = engine_result("h", finish=FinishReason.TIME)
     over = await stage_.play()
     assert over.stop_reason is StopReason.TIME_BUDGET
 
 
-async def test_a_handler_cannot_ignore_a_stop(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_a_handler_cannot_ignore_a_stop(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         with contextlib.suppress(Exception, asyncio.CancelledError):
             await agent.chat([GO])
 
-    stage_ = harness(store, listener, Played(on_run=run))
+    stage_ = harness(Played(on_run=run))
     stage_.engine.answer = engine_result("h", finish=FinishReason.TIME)
     assert (await stage_.play()).stop_reason is StopReason.TIME_BUDGET
 
 
 @pytest.mark.parametrize("lets_pass", [True, False])
-async def test_turns_and_context_are_limited(
-    store: TrajectoryStore, listener: GatewayListener, lets_pass: bool
-) -> None:
+async def test_turns_and_context_are_limited(harness: Play, lets_pass: bool) -> None:
     reported: list[Exception] = []
 
     async def run(agent: Agent) -> None:
@@ -504,26 +477,24 @@ async def test_turns_and_context_are_limited(
             if lets_pass:
                 raise
 
-    stage_ = harness(store, listener, Played(on_run=run), max_turns=3)
-    over, trajectory = await ended(stage_, store)
+    stage_ = harness(Played(on_run=run), max_turns=3)
+    over, trajectory = await ended(stage_)
     assert (over.stop_reason, over.turns) == (StopReason.MAX_TURNS, 3)
     assert trajectory.blame is Blame.AGENT
-    stage_ = harness(store, listener, Played(on_run=run), max_turns=30, max_tokens=100)
-    over, trajectory = await ended(stage_, store)
+    stage_ = harness(Played(on_run=run), max_turns=30, max_tokens=100)
+    over, trajectory = await ended(stage_)
     assert over.stop_reason is StopReason.MAX_TOKENS
     assert all(len(sequence.tokens) <= 100 for sequence in trajectory.sequences)
     assert len(reported) == 2
 
 
-async def test_an_agent_that_shortens_its_context_finishes(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_an_agent_that_shortens_its_context_finishes(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         with pytest.raises(LimitError):
             await agent.chat([Message(role="user", content="go " * 40)])
         await agent.chat([GO])
 
-    over = await harness(store, listener, Played(on_run=run), max_tokens=100).play()
+    over = await harness(Played(on_run=run), max_tokens=100).play()
     assert over.stop_reason is StopReason.FINISHED
 
 
@@ -552,11 +523,9 @@ class Plain:
     "error",
     [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
 )
-async def test_a_raising_hook_fails_only_its_attempt(
-    store: TrajectoryStore, listener: GatewayListener, error: BaseException
-) -> None:
+async def test_a_raising_hook_fails_only_its_attempt(harness: Play, error: BaseException) -> None:
     handler = Played(on_run=raising(ValueError("first")), on_error=raising(error))
-    over = await harness(store, listener, handler).play()
+    over = await harness(handler).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert f"then run_exception raised {type(error).__name__}" in over.error
     assert "close" in handler.log
@@ -567,16 +536,14 @@ async def test_a_raising_hook_fails_only_its_attempt(
     [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
 )
 async def test_a_raising_plain_method_fails_only_its_attempt(
-    store: TrajectoryStore, listener: GatewayListener, error: BaseException
+    harness: Play, error: BaseException
 ) -> None:
-    over = await harness(store, listener, Plain(error)).play()
+    over = await harness(Plain(error)).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert over.error.startswith(f"run raised {type(error).__name__}")
 
 
-async def test_exceptions_of_a_cancelled_stage_are_retrieved(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_exceptions_of_a_cancelled_stage_are_retrieved(harness: Play) -> None:
     async def init(job: Job) -> None:
         try:
             await asyncio.Event().wait()
@@ -585,21 +552,19 @@ async def test_exceptions_of_a_cancelled_stage_are_retrieved(
 
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    over = await harness(store, listener, Played(on_init=init), step_s=0.01).play()
+    over = await harness(Played(on_init=init), step_s=0.01).play()
     assert over.stop_reason is StopReason.ENV_HANG
     gc.collect()
     assert reported == []
 
 
-async def test_a_handler_may_attribute_a_failure_to_the_agent(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_a_handler_may_attribute_a_failure_to_the_agent(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         await two_turns(agent)
         raise ValueError("it broke its sandbox")
 
     handler = Played(on_run=run, on_error=lambda _: _value(Score(reward=-1.0, success=False)))
-    stage_ = harness(store, listener, handler)
+    stage_ = harness(handler)
     over = await stage_.play()
     assert over.stop_reason is StopReason.FINISHED
     stage_.eval()
@@ -608,35 +573,25 @@ async def test_a_handler_may_attribute_a_failure_to_the_agent(
     assert "eval" not in handler.log
 
     handler = Played(on_eval=raising(ValueError("no verdict")), on_error=lambda _: _value(0.25))
-    stage_ = harness(store, listener, handler)
-    await stage_.play()
-    stage_.eval()
-    assert (await stage_.until(RewardReady)).reward == 0.25
+    stage_ = harness(handler)
+    assert (await stage_.scored()).reward == 0.25
 
 
 @pytest.mark.parametrize("reward", [float("nan"), "much", None, Score(reward=float("inf"))])
-async def test_invalid_rewards(
-    store: TrajectoryStore, listener: GatewayListener, reward: Any
-) -> None:
-    stage_ = harness(store, listener, Played(on_eval=lambda: _value(reward)))
-    await stage_.play()
-    stage_.eval()
-    failed = await stage_.until(RewardFailed)
+async def test_invalid_rewards(harness: Play, reward: Any) -> None:
+    stage_ = harness(Played(on_eval=lambda: _value(reward)))
+    failed = await stage_.scored(RewardFailed)
     assert failed.stop_reason is StopReason.REWARD_ERROR
     assert "eval" in failed.error
 
 
-async def test_the_reason_of_a_reward_is_part_of_the_result(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_the_reason_of_a_reward_is_part_of_the_result(harness: Play) -> None:
     async def scored() -> Score:
         return Score(reward=0.0, reason="too long" * 1000)
 
-    stage_ = harness(store, listener, Played(result={"a": 1}, on_eval=scored))
-    await stage_.play()
-    stage_.eval()
-    await stage_.until(RewardReady)
-    result = json.loads(store.get([TRAJECTORY])[0].result)
+    stage_ = harness(Played(result={"a": 1}, on_eval=scored))
+    await stage_.scored()
+    result = json.loads(stage_.store.get([TRAJECTORY])[0].result)
     assert result["a"] == 1
     assert result["reason"].startswith("too longtoo long")
     assert len(result["reason"]) < 2000
@@ -654,14 +609,10 @@ async def test_the_reason_of_a_reward_is_part_of_the_result(
         nested(100_000),
     ],
 )
-async def test_an_invalid_result_costs_no_reward(
-    store: TrajectoryStore, listener: GatewayListener, result: Any
-) -> None:
-    stage_ = harness(store, listener, Played(result=result))
-    await stage_.play()
-    stage_.eval()
-    await stage_.until(RewardReady)
-    trajectory = store.get([TRAJECTORY])[0]
+async def test_an_invalid_result_costs_no_reward(harness: Play, result: Any) -> None:
+    stage_ = harness(Played(result=result))
+    await stage_.scored()
+    trajectory = stage_.store.get([TRAJECTORY])[0]
     assert trajectory.reward == 2.0
     assert "final_result" in json.loads(trajectory.result)["error"]
 
@@ -670,24 +621,18 @@ async def test_an_invalid_result_costs_no_reward(
     ("messages", "max_tokens", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")]
 )
 async def test_refuses_invalid_chat_arguments(
-    store: TrajectoryStore,
-    listener: GatewayListener,
-    messages: list[Message],
-    max_tokens: int | None,
-    rule: str,
+    harness: Play, messages: list[Message], max_tokens: int | None, rule: str
 ) -> None:
     async def run(agent: Agent) -> None:
         await agent.chat(messages, max_tokens=max_tokens)
 
-    over = await harness(store, listener, Played(on_run=run)).play()
+    over = await harness(Played(on_run=run)).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert rule in over.error
 
 
-async def test_a_handler_must_ask_the_agent(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
-    over = await harness(store, listener, Played(on_run=nothing)).play()
+async def test_a_handler_must_ask_the_agent(harness: Play) -> None:
+    over = await harness(Played(on_run=nothing)).play()
     assert (over.stop_reason, over.error) == (
         StopReason.ENV_ERROR,
         "run must ask the agent at least once, and returned without asking",
@@ -695,9 +640,7 @@ async def test_a_handler_must_ask_the_agent(
 
 
 @pytest.mark.parametrize("place", ["init", "queue", "turn", "tool", "eval"])
-async def test_cancellation_at_any_await(
-    store: TrajectoryStore, listener: GatewayListener, place: str
-) -> None:
+async def test_cancellation_at_any_await(harness: Play, place: str) -> None:
     there = asyncio.Event()
 
     async def stay(*_: object) -> None:
@@ -714,7 +657,7 @@ async def test_cancellation_at_any_await(
         "eval": {"on_eval": stay},
     }
     handler = Played(**stages.get(place, {}))
-    stage_ = harness(store, listener, handler)
+    stage_ = harness(handler)
     if place in ("tool", "eval"):
         playing = asyncio.ensure_future(stage_.play())
         if place == "eval":
@@ -749,9 +692,7 @@ async def test_cancellation_at_any_await(
 # Agent programs.
 
 
-async def test_an_agent_program_at_the_endpoint(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_an_agent_program_at_the_endpoint(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         endpoint = await agent.endpoint()
         async with openai.AsyncOpenAI(
@@ -768,8 +709,8 @@ async def test_an_agent_program_at_the_endpoint(
                 )
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
 
-    stage_ = harness(store, listener, Played(on_run=run))
-    over, trajectory = await ended(stage_, store)
+    stage_ = harness(Played(on_run=run))
+    over, trajectory = await ended(stage_)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
     (sequence,) = trajectory.sequences
     kinds = [SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION, SegmentKind.OUTPUT]
@@ -780,7 +721,7 @@ async def test_an_agent_program_at_the_endpoint(
 
 
 async def test_a_program_reads_a_turn_that_two_engines_sample(
-    store: TrajectoryStore, listener: GatewayListener, monkeypatch: pytest.MonkeyPatch
+    harness: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first engine is lost after the program has read the beginning; what the
     program reads is what is recorded.
@@ -813,7 +754,7 @@ async def test_a_program_reads_a_turn_that_two_engines_sample(
         tokens, logprobs = whole.tokens[start:end], whole.logprobs[start:end]
         return TokenDelta(id="", start=start, tokens=tokens, logprobs=logprobs, versions=(span,))
 
-    stage_ = harness(store, listener, Played(on_run=run))
+    stage_ = harness(Played(on_run=run))
     monkeypatch.setattr(stage_.engine, "generate", generate)
     stage_.init()
     await stage_.until(EnvReady)
@@ -836,22 +777,20 @@ async def test_a_program_reads_a_turn_that_two_engines_sample(
     over = await stage_.until(TrajectoryEnded)
     assert isinstance(over, TrajectoryEnded)
     assert (over.stop_reason, "".join(read)) == (StopReason.FINISHED, "hello")
-    (sequence,) = store.get([TRAJECTORY])[0].sequences
+    (sequence,) = stage_.store.get([TRAJECTORY])[0].sequences
     assert sequence.tokens[-6:] == whole.tokens
     outputs = [part for part in sequence.segments if part.kind is SegmentKind.OUTPUT]
     assert [(part.end - part.start, part.version) for part in outputs] == [(3, 3), (3, 4)]
 
 
-async def test_an_abandoned_call_withdraws_its_turn(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_an_abandoned_call_withdraws_its_turn(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.01):
                 await agent.chat([GO])
         await agent.chat([GO])
 
-    stage_ = harness(store, listener, Played(on_run=run))
+    stage_ = harness(Played(on_run=run))
     stage_.init()
     await stage_.until(EnvReady)
     stage_.run()
@@ -865,9 +804,7 @@ async def test_an_abandoned_call_withdraws_its_turn(
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 1)
 
 
-async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(harness: Play) -> None:
     left: list[asyncio.Task[Any]] = []
 
     async def run(agent: Agent) -> None:
@@ -875,11 +812,8 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
         left.append(asyncio.create_task(agent.chat([ON])))
         await asyncio.sleep(0.01)
 
-    stage_ = harness(store, listener, Played(on_run=run))
-    stage_.init()
-    await stage_.until(EnvReady)
-    stage_.run()
-    await stage_.until(TurnRequested)
+    stage_ = harness(Played(on_run=run))
+    await stage_.asked()
     stage_.turn(0)
     await stage_.until(TrajectoryEnded)
     kinds = [type(event) for event in stage_.events]
@@ -887,9 +821,7 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
     assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
 
 
-async def test_the_agent_refuses_calls_after_run(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_the_agent_refuses_calls_after_run(harness: Play) -> None:
     """Otherwise a reward would wait without limit for a turn that is never granted."""
     agents: list[Agent] = []
 
@@ -901,10 +833,8 @@ async def test_the_agent_refuses_calls_after_run(
         await agents[0].chat([ON])
         return Score(reward=1.0)
 
-    stage_ = harness(store, listener, Played(on_run=run, on_eval=judge), step_s=5.0)
-    await stage_.play()
-    stage_.eval()
-    failed = await stage_.until(RewardFailed)
+    stage_ = harness(Played(on_run=run, on_eval=judge), step_s=5.0)
+    failed = await stage_.scored(RewardFailed)
     assert isinstance(failed, RewardFailed)
     assert (failed.stop_reason, failed.error) == (
         StopReason.REWARD_ERROR,
@@ -913,16 +843,14 @@ async def test_the_agent_refuses_calls_after_run(
     assert len([event for event in stage_.events if isinstance(event, TurnRequested)]) == 1
 
 
-async def test_a_session_closes_with_its_attempt(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_a_session_closes_with_its_attempt(harness: Play) -> None:
     reached: list[Any] = []
 
     async def run(agent: Agent) -> None:
         await agent.chat([GO])
         reached.append(await agent.endpoint())
 
-    await harness(store, listener, Played(on_run=run)).play()
+    await harness(Played(on_run=run)).play()
     async with openai.AsyncOpenAI(
         base_url=reached[0].url, api_key=reached[0].token, max_retries=0
     ) as client:
@@ -935,28 +863,22 @@ async def test_a_session_closes_with_its_attempt(
 SURROGATE = "\udcff"
 
 
-async def test_text_of_a_handler_is_made_valid(
-    store: TrajectoryStore, listener: GatewayListener
-) -> None:
+async def test_text_of_a_handler_is_made_valid(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         await agent.chat([Message(role="user", content=SURROGATE, name=SURROGATE)])
 
-    stage_ = harness(
-        store, listener, Played(on_run=run, result={SURROGATE: [SURROGATE], "deep": nested(99)})
-    )
+    stage_ = harness(Played(on_run=run, result={SURROGATE: [SURROGATE], "deep": nested(99)}))
     assert (await stage_.play()).stop_reason is StopReason.FINISHED
     stage_.eval()
     await stage_.until(RewardReady)
-    (trajectory,) = store.get([TRAJECTORY])
+    (trajectory,) = stage_.store.get([TRAJECTORY])
     assert json.loads(trajectory.result)["\ufffd"] == ["\ufffd"]
     trajectory.result.encode()
 
 
 @pytest.mark.parametrize("stage", ["on_init", "on_run"])
-async def test_an_error_of_a_handler_is_made_valid(
-    store: TrajectoryStore, listener: GatewayListener, stage: str
-) -> None:
-    stage_ = harness(store, listener, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
+async def test_an_error_of_a_handler_is_made_valid(harness: Play, stage: str) -> None:
+    stage_ = harness(Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
     ended = await stage_.play()
     assert "raised OSError: \ufffd" in ended.error
     ended.error.encode()

@@ -287,10 +287,7 @@ async def test_time_in_the_engines_queue_is_reported_and_not_active(
 
 async def test_a_failed_turn_is_reported_and_dispatched_again(store: TrajectoryStore) -> None:
     harness = Harness(store)
-    harness.init()
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
+    await harness.asked()
     harness.engine.answer = EngineError("refused")
     harness.turn(0, 0)
     failed = await harness.until(TurnFailed)
@@ -321,10 +318,7 @@ async def test_a_missing_engine_fails_the_turn_but_a_lost_one_does_not(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store)
-    harness.init()
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
+    await harness.asked()
     harness.engine.answer = LOST
     harness.turn(0, 0)
     await reached(lambda: bool(harness.engine.requests) and harness.engine.live == 0)
@@ -343,10 +337,7 @@ async def test_a_missing_engine_fails_the_turn_but_a_lost_one_does_not(
 
 async def test_an_aborted_turn_is_dispatched_again(store: TrajectoryStore) -> None:
     harness = Harness(store)
-    harness.init()
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
+    await harness.asked()
     harness.engine.answer = None
     harness.turn(0, 0)
     await reached(lambda: harness.engine.live == 1)
@@ -389,10 +380,7 @@ async def test_the_context_is_that_processed_by_the_engine(store: TrajectoryStor
 
 async def test_a_new_rank_reaches_the_engine_of_the_turn(store: TrajectoryStore) -> None:
     harness = Harness(store)
-    harness.init()
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
+    await harness.asked()
 
     def rerank(**changes: Any) -> None:
         names: dict[str, Any] = {
@@ -564,9 +552,7 @@ async def test_a_failed_reward_is_never_zero(
     store: TrajectoryStore, score: Any, reason: StopReason, error: str
 ) -> None:
     harness = Harness(store, Script(score=score), step_s=0.05 if score is None else 10.0)
-    await harness.play()
-    harness.eval()
-    failed = await harness.until(RewardFailed)
+    failed = await harness.scored(RewardFailed)
     assert failed.stop_reason is reason
     assert error in failed.error
     await harness.idle()
@@ -581,9 +567,7 @@ async def test_a_failed_reward_is_never_zero(
 
 async def test_the_reason_of_a_reward_is_stored(store: TrajectoryStore) -> None:
     harness = Harness(store, Script(score=Score(reward=0.0, reason="too long")))
-    await harness.play()
-    harness.eval()
-    await harness.until(RewardReady)
+    await harness.scored()
     assert store.get([TRAJECTORY])[0].result == '{"reason":"too long"}'
 
 
@@ -591,9 +575,7 @@ async def test_evaluated_trajectories_are_forgotten_and_others_kept_until_evicte
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store)
-    await harness.play()
-    harness.eval()
-    await harness.until(RewardReady)
+    await harness.scored()
     assert len(store) == 1
     harness.pipeline.evict(Evict(trajectory_ids=(TRAJECTORY,), reason="stale"))
     assert len(store) == 0
@@ -638,10 +620,7 @@ async def test_shutdown_kills_environments_and_stores_the_record(
     store: TrajectoryStore,
 ) -> None:
     harness = Harness(store, Script(steps=[None]))
-    harness.init()
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
+    await harness.asked()
     harness.turn(0)
     await reached(lambda: "step hi" in harness.provider.log)
     for task in set(harness.tasks):
@@ -685,9 +664,7 @@ async def test_text_that_is_not_utf_8_ends_only_its_attempt(
 
 async def test_a_score_whose_error_is_not_utf_8(store: TrajectoryStore) -> None:
     harness = Harness(store, Script(score=RewardError(BAD)))
-    await harness.play()
-    harness.eval()
-    failed = await harness.until(RewardFailed)
+    failed = await harness.scored(RewardFailed)
     assert failed.error == "the reward: \ufffd \ufffd"
     await harness.idle()
 
@@ -762,9 +739,7 @@ async def test_a_bug_in_one_attempt_ends_only_that_attempt(
 
 async def test_a_bug_in_one_score_ends_only_that_attempt(store: TrajectoryStore) -> None:
     harness = Harness(store, make=lambda _: Broken("score"))
-    await harness.play()
-    harness.eval()
-    failed = await harness.until(RewardFailed)
+    failed = await harness.scored(RewardFailed)
     await harness.idle()
     assert failed.stop_reason is StopReason.REWARD_ERROR
     assert "a bug in score" in failed.error
@@ -777,10 +752,7 @@ async def test_a_request_that_cannot_be_sent_fails_only_its_turn(store: Trajecto
         raise ValueError("a frame must not be longer")
 
     harness.engine.generate = refuses  # type: ignore[method-assign,assignment]
-    harness.init()
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
+    await harness.asked()
     harness.turn(0)
     failed = await harness.until(TurnFailed)
     assert failed.error == "the request cannot be sent: ValueError: a frame must not be longer"

@@ -27,7 +27,7 @@ from rollweave.schema.commands import CancelTrajectory
 from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import AttemptDelayed, RewardFailed, RewardReady, TrajectoryEnded
+from rollweave.schema.events import AttemptDelayed, RewardFailed, TrajectoryEnded
 from rollweave.schema.work import Blame, StopReason, Task
 from tests.rollout import reward_functions
 from tests.support.judge_server import FakeServer, graded
@@ -393,9 +393,7 @@ async def test_an_attempt_is_stored_with_the_components_of_its_reward(
         {"name": "b", "url": f"{server.url}/score"},
     )
     harness = Harness(store, rewards=domain_rewards(config))
-    await harness.play()
-    harness.eval()
-    ready = await harness.until(RewardReady)
+    ready = await harness.scored()
     assert (ready.reward, ready.success) == (1.5 + (4 + 1.5) + 2, True)
     (trajectory,) = store.get([TRAJECTORY])
     assert trajectory.rewards == {"env": 1.5, "a": 5.5, "b": 2.0}
@@ -416,9 +414,7 @@ async def test_a_reward_that_fails_keeps_what_it_is_computed_from(
     server.answer = lambda _: web.Response(status=400, text="no")
     config = run_config({"name": "b", "url": f"{server.url}/score"})
     harness = Harness(store, rewards=domain_rewards(config))
-    await harness.play()
-    harness.eval()
-    event = await harness.until(RewardFailed)
+    event = await harness.scored(RewardFailed)
     assert event.stop_reason is StopReason.REWARD_UNAVAILABLE
     reader = TrajectoryReader(store._directory)
     (entry,) = reader.entries
@@ -441,9 +437,7 @@ async def test_a_reward_that_fails_before_the_comparison_leaves_both_missing(
     config = run_config({"name": "b", "url": f"{server.url}/score"}, {"name": "duel", **duel})
     domain = domain_rewards(config)
     harness = Harness(store, rewards=domain)
-    await harness.play()
-    harness.eval()
-    await harness.until(RewardFailed)
+    await harness.scored(RewardFailed)
     (entry,) = TrajectoryReader(store._directory).entries
     assert entry.score is not None
     assert entry.score.unscored is not None
@@ -477,8 +471,3 @@ async def test_an_attempt_that_waits_for_a_reward_is_cancelled(
     await harness.idle()
     assert harness.active_attempts == 0
     server.gate.set()
-
-
-# The configuration.
-
-URL = {"name": "a", "url": "http://h:1/x"}

@@ -121,23 +121,33 @@ def sequence() -> TokenSequence:
     return TokenSequence(tokens=tokens, segments=tuple(segments), logprobs=(0.0,) * start)
 
 
-def teacher_of(
-    server: FakeServer,
-    *,
-    dialect: str = "completions",
-    timeout_s: float | None = None,
-    **changes: Any,
-) -> Teacher:
-    server.is_sglang = dialect == "sglang"
-    config = TeacherConfig.model_validate({"url": server.url, **changes})
-    return Teacher(config, clock=asyncio.get_running_loop().time, timeout_s=timeout_s)
+Make = Callable[..., Teacher]
+
+
+@pytest.fixture
+async def teacher_of(server: FakeServer) -> AsyncIterator[Make]:
+    """Return what makes teachers, which are closed in the end."""
+    made: list[Teacher] = []
+
+    def make(
+        *, dialect: str = "completions", timeout_s: float | None = None, **changes: Any
+    ) -> Teacher:
+        server.is_sglang = dialect == "sglang"
+        config = TeacherConfig.model_validate({"url": server.url, **changes})
+        clock = asyncio.get_running_loop().time
+        made.append(Teacher(config, clock=clock, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    for teacher in made:
+        await teacher.close()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_output_tokens_get_the_log_probs_of_the_teacher(
-    server: FakeServer, dialect: str
+    server: FakeServer, teacher_of: Make, dialect: str
 ) -> None:
-    teacher = teacher_of(server, dialect=dialect)
+    teacher = teacher_of(dialect=dialect)
     given = sequence()
     prompt = TokenSequence(
         tokens=(1, 2),
@@ -145,7 +155,6 @@ async def test_output_tokens_get_the_log_probs_of_the_teacher(
         logprobs=(0.0, 0.0),
     )
     taught, untouched = await teacher.teach((given, prompt))
-    await teacher.close()
     assert untouched == prompt  # nothing was sampled
     assert len(server.requests) == 1
     tokens = list(given.tokens)
@@ -158,8 +167,10 @@ async def test_output_tokens_get_the_log_probs_of_the_teacher(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(server: FakeServer) -> None:
-    teacher = teacher_of(server, model="big")
+async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(
+    server: FakeServer, teacher_of: Make
+) -> None:
+    teacher = teacher_of(model="big")
     waits = []
 
     def spoil(answer: Any) -> Any:
@@ -170,7 +181,6 @@ async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(server: FakeS
 
     server.spoil = spoil
     (taught,) = await teacher.teach((sequence(),))
-    await teacher.close()
     assert taught.teacher
     assert len(server.requests) == 4
     assert [wait.service for wait in waits if wait] == [f"teacher {server.url}"] * 4
@@ -180,57 +190,29 @@ async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(server: FakeS
     assert teacher.wait() is None
 
 
-async def test_a_teacher_that_never_answers_is_given_up_within_the_limit(
-    server: FakeServer,
-) -> None:
-    server.spoil = lambda _: web.Response(status=503, text="busy")
-    teacher = teacher_of(server, timeout_s=0.2)
-    with pytest.raises(TeacherError, match=r"gave no log-probs within 0.2 s: status 503 of .*busy"):
-        await teacher.teach((sequence(),))
-    await teacher.close()
+def changed(change: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+    """Return what changes the entries of an answer."""
 
+    def spoil(answer: Any) -> Any:
+        change(answer["choices"][0]["prompt_logprobs"])
+        return answer
 
-async def test_a_teacher_that_is_not_there() -> None:
-    teacher = Teacher(
-        TeacherConfig(url="http://127.0.0.1:9"),
-        clock=asyncio.get_running_loop().time,
-        timeout_s=0.2,
-    )
-    with pytest.raises(TeacherError, match=r"teacher http://127.0.0.1:9 gave no log-probs within"):
-        await teacher.teach((sequence(),))
-    await teacher.close()
-
-
-def _without(answer: Any) -> Any:
-    del answer["choices"][0]["prompt_logprobs"]
-    return answer
-
-
-def _shorter(answer: Any) -> Any:
-    answer["choices"][0]["prompt_logprobs"].pop()
-    return answer
-
-
-def _other(answer: Any) -> Any:
-    entries = answer["choices"][0]["prompt_logprobs"]
-    entries[2] = {"99": {"logprob": -1.0}}
-    return answer
-
-
-def _positive(answer: Any) -> Any:
-    for entry in answer["choices"][0]["prompt_logprobs"][1:]:
-        for value in entry.values():
-            value["logprob"] = 3.0
-    return answer
+    return spoil
 
 
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
-        (_without, "its answer has no prompt_logprobs: the server does not offer them"),
-        (_shorter, "it gave 9 log-probs for 10 tokens"),
-        (_other, "its answer has no log-prob of token 2, whose id is 6"),
-        (_positive, "the log-prob of token 1 must be at most 0, got 3.0"),
+        (lambda _: {"choices": [{}]}, "its answer has no prompt_logprobs: the server does not"),
+        (changed(list.pop), "it gave 9 log-probs for 10 tokens"),
+        (
+            changed(lambda entries: entries.__setitem__(2, {"99": {"logprob": -1.0}})),
+            "its answer has no log-prob of token 2, whose id is 6",
+        ),
+        (
+            changed(lambda entries: next(iter(entries[1].values())).update(logprob=3.0)),
+            "the log-prob of token 1 must be at most 0, got 3.0",
+        ),
         (lambda _: {"choices": []}, "its answer has no prompt_logprobs"),
         (lambda _: [], "its answer cannot be read"),
         (
@@ -241,58 +223,79 @@ def _positive(answer: Any) -> Any:
 )
 @pytest.mark.usefixtures("quick")
 async def test_a_wrong_answer_is_asked_for_again_and_then_an_error(
-    server: FakeServer, spoil: Callable[[Any], Any], error: str
+    server: FakeServer, teacher_of: Make, spoil: Callable[[Any], Any], error: str
 ) -> None:
     server.spoil = lambda answer: spoil(answer) if len(server.requests) != 3 else answer
-    teacher = teacher_of(server)
+    teacher = teacher_of()
     (taught,) = await teacher.teach((sequence(),))
     assert taught.teacher
     with pytest.raises(TeacherError, match=error):
         await teacher.teach((sequence(),))
-    await teacher.close()
     assert len(server.requests) == 3 + MAX_UNREADABLE
 
 
-async def test_a_refusal_is_an_error_at_once(server: FakeServer) -> None:
-    server.spoil = lambda _: web.Response(status=400, text="too long")
-    teacher = teacher_of(server)
-    with pytest.raises(TeacherError, match=r"status 400 of /v1/comp.*: too long"):
-        await teacher.teach((sequence(),))
-    await teacher.close()
-    assert len(server.requests) == 1
+SGLANG = {"dialect": "sglang"}
 
 
-@pytest.mark.usefixtures("quick")
-async def test_an_answer_has_a_maximum_length(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollweave.rollout.http_service.ANSWER_BYTES", 1000)
-    server.spoil = lambda _: web.Response(body=b"{" * 1001)
-    teacher = teacher_of(server)
-    with pytest.raises(TeacherError, match="/v1/completions gave an answer of more than 1000 by"):
-        await teacher.teach((sequence(),))
-    await teacher.close()
+def of_sglang(entries: Any) -> Callable[[Any], Any]:
+    return lambda _: {"meta_info": {"input_token_logprobs": entries}}
 
 
 @pytest.mark.parametrize(
-    "entries",
-    [None, [], [[None, 0, None]], [[None, at, None] for at in range(10)]],
+    ("spoil", "settings", "error", "requests"),
+    [
+        (
+            lambda _: web.Response(status=400, text="too long"),
+            {},
+            r"status 400 of /v1/comp.*: too",
+            1,
+        ),
+        (
+            lambda _: web.Response(body=b"{" * 1001),
+            {},
+            "/v1/comp.* gave an answer of more than 1000",
+            3,
+        ),
+        (of_sglang(None), SGLANG, "it gave 0 log-probs for 10 tokens", 3),
+        (of_sglang([]), SGLANG, "it gave 0 log-probs for 10 tokens", 3),
+        (of_sglang([[None, 0, None]]), SGLANG, "it gave 1 log-probs for 10 tokens", 3),
+        (of_sglang([[None, at, None] for at in range(10)]), SGLANG, "no log-prob of token 1", 3),
+    ],
 )
 @pytest.mark.usefixtures("quick")
-async def test_a_wrong_answer_of_sglang(server: FakeServer, entries: Any) -> None:
-    server.spoil = lambda _: {"meta_info": {"input_token_logprobs": entries}}
-    teacher = teacher_of(server, dialect="sglang")
-    with pytest.raises(TeacherError, match=r"log-probs? "):
-        await teacher.teach((sequence(),))
-    await teacher.close()
+async def test_what_is_no_answer_is_an_error(
+    server: FakeServer,
+    teacher_of: Make,
+    spoil: Callable[[Any], Any],
+    settings: dict[str, Any],
+    error: str,
+    requests: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollweave.rollout.http_service.ANSWER_BYTES", 1000)
+    server.spoil = spoil
+    with pytest.raises(TeacherError, match=error):
+        await teacher_of(**settings).teach((sequence(),))
+    assert len(server.requests) == requests
 
 
-async def test_a_server_of_several_models_needs_a_name(server: FakeServer) -> None:
+async def test_a_teacher_that_never_answers_is_given_up_within_the_limit(
+    server: FakeServer, teacher_of: Make
+) -> None:
+    server.spoil = lambda _: web.Response(status=503, text="busy")
+    with pytest.raises(TeacherError, match=r"gave no log-probs within 0.2 s: status 503 of .*busy"):
+        await teacher_of(timeout_s=0.2).teach((sequence(),))
+    absent = teacher_of(timeout_s=0.2, url="http://127.0.0.1:9")
+    with pytest.raises(TeacherError, match=r"teacher http://127.0.0.1:9 gave no log-probs within"):
+        await absent.teach((sequence(),))
+
+
+async def test_a_server_of_several_models_needs_a_name(
+    server: FakeServer, teacher_of: Make
+) -> None:
     server.models = ["a", "b"]
-    teacher = teacher_of(server)
     with pytest.raises(TeacherError, match=r"teacher.model must name one of its models \(a, b\)"):
-        await teacher.teach((sequence(),))
-    await teacher.close()
+        await teacher_of().teach((sequence(),))
 
 
 def tokenizer(size: int = 1000) -> Tokenizer:
@@ -330,21 +333,12 @@ async def test_a_teacher_with_another_vocabulary_is_refused(
     server.text = lambda token: text(token + 1 if token > 500 else token)
     with pytest.raises(ConfigError, match="must have the student's vocabulary, got another one: "):
         await checked(server, dialect=dialect)
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_teacher_that_names_no_texts_is_refused(server: FakeServer, dialect: str) -> None:
     server.text = lambda _: None
     with pytest.raises(ConfigError, match="must name the texts of tokens, so that its vocabulary"):
         await checked(server, dialect=dialect)
-
-
-async def test_a_smaller_vocabulary_is_refused_in_the_words_of_the_server(
-    server: FakeServer,
-) -> None:
     server.spoil = lambda _: web.Response(status=400, text="token id 999 is out of vocabulary")
     with pytest.raises(ConfigError, match=r"status 400 .*: token id 999 is out of vocabulary"):
-        await checked(server)
+        await checked(server, dialect=dialect)
 
 
 async def test_a_missing_variable_is_named(server: FakeServer) -> None:

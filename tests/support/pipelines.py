@@ -25,7 +25,7 @@ from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import Continuation, StartEval, StartInit, StartRun, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
-from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnRequested
+from rollweave.schema.events import EnvReady, Event, RewardReady, TrajectoryEnded, TurnRequested
 from rollweave.schema.rollouts import (
     AttemptReport,
     RolloutCommand,
@@ -101,7 +101,7 @@ class Script:
 
 
 class ScriptedEnv:
-    """A `LiveEnv` that records whether it is still open."""
+    """An `OpenedEnv` that records whether it is still open."""
 
     def __init__(self, script: Script, log: list[str]) -> None:
         self._script, self._log = script, log
@@ -127,7 +127,7 @@ class ScriptedEnv:
 
 
 class ScriptedEnvProvider:
-    """The `EnvProvider` of one task domain."""
+    """The environments of one task domain."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -406,6 +406,19 @@ class Harness:
                     self.turn(event.turn)
                 elif isinstance(event, TrajectoryEnded):
                     return event
+
+    async def asked(self, attempt: int = 0, **options: Any) -> None:
+        """Begin an attempt, and wait until it requests its first turn."""
+        self.init(attempt, **options)
+        await self.until(EnvReady)
+        self.run(attempt)
+        await self.until(TurnRequested)
+
+    async def scored(self, kind: type[Event] = RewardReady) -> Any:
+        """Play, and wait for the reward, or for its failure."""
+        await self.play()
+        self.eval()
+        return await self.until(kind)
 
     async def idle(self) -> None:
         """Wait until no task is left."""

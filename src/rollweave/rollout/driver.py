@@ -222,11 +222,8 @@ def record_of(command: StartInit, reason: StopReason, error: str) -> Trajectory:
     )
 
 
-class SpawnTask(Protocol):
-    """Runs a coroutine as a task of an owner that awaits it."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start the task."""
+SpawnTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+"""Runs a coroutine as a task of this name, of an owner that awaits it."""
 
 
 class Spans(Protocol):

@@ -9,11 +9,12 @@ the engine sampled. The episode owns its environment until `close` or `kill`.
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from rollweave.envs.base import Episode, Observation, Score, Step
+from rollweave.envs.tasks import DomainEnvProvider, OpenedEnv
 from rollweave.rollout.chat.codec import AgentConfig, ChatError
 from rollweave.rollout.chat.conversation import Conversation
 from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_of
@@ -24,43 +25,11 @@ from rollweave.schema.serving import FinishReason, openai_finish_reason
 from rollweave.schema.work import (
     SegmentKind,
     StopReason,
-    Task,
     TokenSequence,
     Trajectory,
 )
 
 T = TypeVar("T")
-
-
-class LiveEnv(Protocol):
-    """An open environment with any isolation; `envs/process.py` implements it.
-
-    The episode applies the limits.
-    """
-
-    async def reset(self, task: Task) -> Observation:
-        """Begin the task. Raises `EnvError`."""
-
-    async def step(self, action: str, *, finish_reason: str) -> Step:
-        """Apply the agent's message. `finish_reason` is "stop", or "length" if a limit
-        cut the message. Raises `EnvError`.
-        """
-
-    async def close(self) -> None:
-        """Release its resources."""
-
-    def kill(self) -> None:
-        """Release them at once, without waiting; harmless after `close`."""
-
-
-class EnvProvider(Protocol):
-    """Opens environments and scores episodes of one task domain."""
-
-    async def open(self, task: Task) -> LiveEnv:
-        """Open a new environment. Raises `EnvError`."""
-
-    async def score(self, episode: Episode) -> Score:
-        """Return the reward of a complete episode. Raises `RewardError`."""
 
 
 class EnvEpisode:
@@ -72,7 +41,7 @@ class EnvEpisode:
         self,
         command: StartInit,
         *,
-        provider: EnvProvider,
+        provider: DomainEnvProvider,
         agent: AgentConfig,
         seed: int,
         clock: Callable[[], float],
@@ -83,7 +52,7 @@ class EnvEpisode:
         self._codec = agent.codec
         self._sampling = agent.sampling
         self._seed = mix(seed, command.trajectory_id, command.attempt)
-        self._env: LiveEnv | None = None
+        self._env: OpenedEnv | None = None
         self._conversation: Conversation | None = None
         self._rewards: list[float] = []
         self._success: bool | None = None

@@ -2,7 +2,6 @@
 rest equals a rendering.
 """
 
-import datetime
 import json
 from pathlib import Path
 
@@ -307,19 +306,15 @@ def test_reports_messages_that_the_template_refuses() -> None:
 
 
 def test_template_extras() -> None:
-    moment = datetime.datetime(2026, 3, 4)
-    source = (
-        "{{ strftime_now('%d %b') }} {{ messages | tojson }} {{ bos_token }}{% for m in messages "
-        "%}{% break %}{% endfor %}"
-    )
-    rendered = ChatTemplate(source, special=SPECIAL_MAP, name="t", now=moment).render(
+    source = "{{ messages | tojson }} {{ bos_token }}{% for m in messages %}{% break %}{% endfor %}"
+    rendered = ChatTemplate(source, special=SPECIAL_MAP, name="t").render(
         [message("user", "<é>")], prompt=False
     )
     blocks = template(
         "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n."
     )
     assert blocks.render([message("user", "x")], prompt=False) == "x\n."
-    assert rendered == '04 Mar [{"role": "user", "content": "<é>"}] <|bos|>'
+    assert rendered == '[{"role": "user", "content": "<é>"}] <|bos|>'
 
 
 def test_a_template_cannot_escape_its_sandbox() -> None:

@@ -498,7 +498,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
-    ({"n": 2}, "n"),
     ({"seed": 2**70}, "seed"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ""}, "stop"),
@@ -516,8 +515,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, "top_k"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
@@ -529,23 +526,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "tool_choice",
     ),
-    ({"guided_grammar": "start: x"}, "guided_grammar"),
-    ({"functions": [{}]}, "functions"),
-    ({"n": True}, "n"),
-    ({"min_p": 0.05}, "min_p"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"bad_words": ["no"]}, "bad_words"),
-    ({"min_tokens": 5}, "min_tokens"),
-    ({"ignore_eos": True}, "ignore_eos"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
-    ({"best_of": 2}, "best_of"),
     ({"chat_template_kwargs": {"a": 1}, "enable_thinking": 3}, "enable_thinking"),
     (
         {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True},
         "enable_thinking",
     ),
     ({"reasoning_effort": 7}, "reasoning_effort"),
-    ({"modalities": ["text", "audio"]}, "modalities"),
     ({"stream_options": {"include_more": True}}, "stream_options"),
     (
         {
@@ -572,9 +559,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "messages.1.tool_calls.0.priority",
     ),
-    ({"surprise": 1}, "surprise"),
     ({"temperature": 1e-40}, "temperature"),  # logits would overflow
-    ({"temperature": -1}, "temperature"),
 ]
 
 
@@ -596,11 +581,6 @@ def test_the_name_of_an_unknown_field_is_shown_in_one_short_line(name: str) -> N
     assert len(text.splitlines()) == 1
     assert len(text) < 250
     assert text[0] != " "
-
-
-def test_too_many_stop_texts_are_refused_by_their_number() -> None:
-    with pytest.raises(RequestError, match=r"stop: .*at most 16 items"):
-        parse_chat(json.dumps(ask(stop=["x"] * 17)).encode())
 
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
@@ -814,16 +794,6 @@ async def test_a_stop_token_ends_the_turn_and_is_recorded_but_not_shown() -> Non
         assert sequence.tokens[sequence.turns[0].start :] == sampled
         await client.post(ask("again", top_k=-1))
         assert script.requests[1][2].top_k == 0
-
-
-async def test_unsupported_fields_get_status_400() -> None:
-    script = Script()
-    async with gateway(script, session={"pinned": True}) as (_, client):
-        for body in (ask(min_p=0.05), ask(stream=True, guided_grammar="a+")):
-            status, answer = await client.post(body)
-            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-            assert "must be" in answer["error"]["message"]
-        assert not script.requests
 
 
 def test_accepts_fields_without_effect() -> None:
