@@ -96,7 +96,11 @@ def test_equal_questions_have_equal_answers(tmp_path: Path) -> None:
     assert " cost " not in first.stdout.splitlines()[1]
 
 
-def test_engines_and_trainer_may_have_different_gpus(tmp_path: Path) -> None:
+def test_engines_and_trainer_may_have_different_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, number in {"MOST": 6, "FEWEST": 1, "FINALISTS": 2}.items():  # fewer than users get
+        monkeypatch.setattr(f"rollweave.sim.advise.{name}", number)
     options = ("--hardware", "h20", "--gpus", "2", "--hardware", "h800", "--gpus", "4")
     result = run(tmp_path, *options, "--json")
     advice = answer(result)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.record.rundir import RunDir
+from rollweave.schema.config.loading import dumps
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.candidates import Candidate, Prediction
 from rollweave.sim.measured import MeasuredEngine, read_timings
@@ -44,7 +45,7 @@ def predict(table: Reruns, one: Candidate) -> Prediction:
     return prediction
 
 
-@pytest.mark.variants
+@pytest.mark.extended
 @pytest.mark.parametrize(("mode", "count"), [("sync", 1), ("one_step", 1)])
 def test_predictions_hold_against_the_costs_that_the_run_had(
     path: Path, mode: str, count: int
@@ -56,7 +57,6 @@ def test_predictions_hold_against_the_costs_that_the_run_had(
     assert predict(table, chosen).step_s == pytest.approx(truth.step_s, rel=0.25)
 
 
-@pytest.mark.extended
 def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
     table = Reruns(path)
     assert table.itself in table.everything
@@ -64,10 +64,8 @@ def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
     assert predict(table, table.itself).step_s == pytest.approx(table.step_s, rel=0.25)
 
 
-def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(
-    path: Path, tmp_path: Path
-) -> None:
-    text = RunDir(path).config.read_text().replace("colocated = false", "colocated = true")
+def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(tmp_path: Path) -> None:
+    text = dumps(recorded_settings()).replace("colocated = false", "colocated = true")
     RunDir(tmp_path).config.write_text(text.replace('mode = "bounded"', 'mode = "sync"'))
     with pytest.raises(ConfigError, match=r"must have trainer\.colocated false"):
         Reruns(tmp_path)

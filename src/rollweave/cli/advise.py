@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
 from rich.markup import escape
 from rich.table import Table
 
@@ -36,7 +37,6 @@ LIMITS = {
     "engines": "the engines: they have turns {engines:.0%} of the time",
     "kv": "the KV caches: {kv:.0%} of them is in use, so turns wait for room",
     "environment": "the environments: engines wait for them {wait:.0%} of the time",
-    "prompts": "the prompts: prefill engines have none {wait:.0%} of the time",
     "stragglers": "the slowest trajectories: engines wait for others' turns {wait:.0%} of the time",
     "reward": "the rewards: engines wait for them {wait:.0%} of the time",
     "weights": "the weights: engines wait for them {wait:.0%} of the time",
@@ -479,20 +479,13 @@ def figures(table: Splits, advice: Advice) -> dict[str, Any]:
 
 
 def _row(table: Splits, candidate: Candidate, prediction: Prediction) -> dict[str, Any]:
+    split = candidate.split
     return {
         **_figures(candidate, prediction),
-        "colocated": candidate.split.colocated,
-        "trainer_gpus": candidate.split.trainer,
-        "trainer_pool": candidate.split.pool or None,
-        "engines": [
-            {
-                "pool": group.pool or None,
-                "count": group.count,
-                "degree": group.degree,
-                "phase": group.phase,
-            }
-            for group in candidate.split.engines
-        ],
+        "colocated": split.colocated,
+        "trainer_gpus": split.trainer,
+        "trainer_pool": split.pool or None,
+        "engines": [{**asdict(group), "pool": group.pool or None} for group in split.engines],
         "step_s_range": [prediction.fastest_s, prediction.slowest_s],
         "cost": table.cost_per_step(candidate, prediction.step_s),
         "staleness": {"mean": prediction.staleness, "max": prediction.stalest},

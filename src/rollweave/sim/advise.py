@@ -37,7 +37,7 @@ from rollweave.sim.candidates import (
 )
 from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.hardware import gpu, link, model
-from rollweave.sim.trial import AS_IT_IS, Factors, Length, Result, Trial, together
+from rollweave.sim.trial import PARTS, Length, Result, Trial, together
 from rollweave.sim.workload import Plan, Workload
 from rollweave.sim.world import ONLY_SERVE, costs_of, section
 
@@ -59,11 +59,6 @@ ALPHAS = (1, 2)
 SAMPLED_GROUPS = 16
 """Groups whose plans give the rough estimates."""
 
-FASTER = 0.5
-"""Factor of a part's time in the question what limits the best candidate."""
-
-PARTS = ("engines", "trainer", "environment", "weights")
-
 Run = Callable[[Sequence[Trial]], Iterable[Result]]
 """Runs the trials of a round."""
 
@@ -81,9 +76,7 @@ class Table(Protocol):
     def screened(self) -> list[Candidate]:
         """Return the candidates of the first round."""
 
-    def trial(
-        self, one: Candidate, length: Length, *, seed: int = 0, factors: Factors = AS_IT_IS
-    ) -> Trial:
+    def trial(self, one: Candidate, length: Length, *, seed: int = 0, faster: str = "") -> Trial:
         """Return a trial of a candidate. Raises ConfigError if it cannot be one."""
 
 
@@ -143,7 +136,7 @@ def search(table: Table, run: Run, progress: Callable[[str], None]) -> Advice:
             seeds[one].append(result)
     predictions = {one: together(each) for one, each in seeds.items()}
     best = fastest_first(predictions)[0]
-    faster = [table.trial(best, last, factors=Factors(**{part: FASTER})) for part in table.parts]
+    faster = [table.trial(best, last, faster=part) for part in table.parts]
     return Advice(
         best=fastest_first(predictions),
         predictions=predictions,
@@ -194,7 +187,7 @@ class Splits:
 
     rounds: Sequence[Length] = (Length(warm=0, steps=2), Length(warm=1, steps=3))
     seeds = 3
-    parts: Sequence[str] = PARTS
+    parts: Sequence[str] = tuple(PARTS)
 
     def __init__(
         self,
@@ -215,13 +208,11 @@ class Splits:
         most = min(MOST, max(FEWEST, BUDGET // (batch * self.rounds[0].batches(1))))
         return screened({one: self.estimate(one) for one in self.everything}, most)
 
-    def trial(
-        self, one: Candidate, length: Length, *, seed: int = 0, factors: Factors = AS_IT_IS
-    ) -> Trial:
+    def trial(self, one: Candidate, length: Length, *, seed: int = 0, faster: str = "") -> Trial:
         config = self.arranged(one)
         run = config.run.model_copy(update={"seed": config.run.seed + seed})
         config = config.model_copy(update={"run": run})
-        return Trial(config=config, length=length, factors=factors)
+        return Trial(config=config, length=length, faster=faster)
 
     def cost_per_step(self, one: Candidate, step_s: float) -> float | None:
         """Return the price of a step; None where that of a used pool is not known."""

@@ -221,8 +221,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class MeasuredTrainer:
-    """The trainer of a recorded run: a line through its steps, medians of all other
-    times (0 without samples).
+    """The trainer of a recorded run (see `TrainerCosts`): a line through its steps,
+    medians of all other times (0 without samples), for any number of engines.
     """
 
     def __init__(self, timings: Timings) -> None:
@@ -240,39 +240,28 @@ class MeasuredTrainer:
         )
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """See `TrainerCosts`.
-
-        The price of a token includes attention, since steps of one run have similar
+        """The price of a token includes attention, since steps of one run have similar
         lengths.
         """
-        del context
         return self.constant + self.per_token * tokens
 
     def publish_s(self) -> float:
         return self._publish_s
 
     def load_s(self, *, engines: int, tp: int) -> float:
-        """Use the recorded time, for any number of engines."""
-        del engines, tp
         return self._load_s
 
+    beside_s = load_s
+
     def hop_s(self, *, share: float) -> float:
-        """Use the time of an engine's full load: relays were not recorded
-        separately.
-        """
+        """Relays were not recorded separately: a hop takes as long as a full load."""
         return share * self._load_s
 
     def lag_s(self) -> float:
         return 0.0
 
-    def beside_s(self, *, engines: int, tp: int) -> float:
-        return self.load_s(engines=engines, tp=tp)
-
     def swap_s(self, *, engines: int, tp: int) -> float:
-        """Use the recorded time between the suspension and the swap of staged
-        weights.
-        """
-        del engines, tp
+        """The time between the suspension and the swap of staged weights."""
         return self._swap_s
 
     def copy_s(self) -> float:
@@ -282,7 +271,7 @@ class MeasuredTrainer:
         return max(0.0, self._save_s - self._copy_s)
 
     def saved_s(self, *, engines: int) -> float:
-        """Use the time of writing: reading was seldom recorded."""
+        """The time of writing: reading was seldom recorded."""
         return engines * self._save_s
 
 

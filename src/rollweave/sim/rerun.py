@@ -13,7 +13,7 @@ from rollweave.core.policy.modes import preset
 from rollweave.record.report.data import read_run as read_data
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.loading import validated
-from rollweave.schema.config.rollout import BufferConfig, ModeName
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimConfig
 from rollweave.schema.config.training import EvalConfig, WeightsConfig
@@ -22,7 +22,7 @@ from rollweave.sim.advise import pacings_of
 from rollweave.sim.candidates import Candidate, EngineGroup, Pacing, Split
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.measured import MeasuredEngine, MeasuredTrainer, read_timings
-from rollweave.sim.trial import AS_IT_IS, Factors, Length, Trial, ahead
+from rollweave.sim.trial import Length, Trial, ahead
 from rollweave.sim.workload import Workload, read_run
 from rollweave.sim.world import Costs
 
@@ -35,9 +35,8 @@ class Reruns:
     and in each other mode, with each bound and with 1, 2, 4, … engines, at most as many
     as there were.
 
-    `step_s` is the
-    mean seconds of its steps after those with which it began; None if it has no others.
-    Raises ConfigError for a run that cannot be predicted from.
+    `step_s` is the mean seconds of its steps after those with which it began; None if
+    it has no others. Raises ConfigError for a run that cannot be predicted from.
     """
 
     rounds: Sequence[Length] = (LENGTH,)
@@ -77,11 +76,9 @@ class Reruns:
     def screened(self) -> list[Candidate]:
         return list(self.everything)
 
-    def trial(
-        self, one: Candidate, length: Length, *, seed: int = 0, factors: Factors = AS_IT_IS
-    ) -> Trial:
+    def trial(self, one: Candidate, length: Length, *, seed: int = 0, faster: str = "") -> Trial:
         config = self.rearranged(one)
-        return Trial(config=config, length=length, factors=factors, costs=self.costs)
+        return Trial(config=config, length=length, faster=faster, costs=self.costs)
 
     def _candidates(self) -> list[Candidate]:
         count = self.config.engines[0].count
@@ -103,18 +100,11 @@ class Reruns:
         other settings do not allow it.
         """
         base, (group,) = self.config, one.split.engines
-        decoupled = one.pacing.mode is ModeName.DECOUPLED
-        mechanisms = {"early_updates", *([] if decoupled else ["repack"])}
-        if one.pacing.mode is base.rollout.mode:
-            mechanisms = set()
-        left = tuple(each for each in base.ablation.without if each not in mechanisms)
         settings = {"mode": one.pacing.mode, "alpha": one.pacing.alpha or None}
-        settings |= {"spare_groups": 0} if decoupled else {}
+        settings |= {"spare_groups": 0} if one.pacing.mode is ModeName.DECOUPLED else {}
         update = {
             "rollout": base.rollout.model_copy(update=settings),
             "engines": (base.engines[0].model_copy(update={"count": group.count, "address": ()}),),
-            "buffer": base.buffer if decoupled else BufferConfig(),
-            "ablation": base.ablation.model_copy(update={"without": left}),
             "eval": EvalConfig(final_episodes=0),
             "cluster": None,
             "weights": WeightsConfig(),

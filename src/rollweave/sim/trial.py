@@ -1,5 +1,6 @@
 """A short simulation of a configuration: its steady state, without the beginning and
-the end of a run, perhaps with parts that take longer, and in one of several processes.
+the end of a run, perhaps with a part that takes less time, and in one of several
+processes.
 
 A trial ends when enough training steps have begun, long before the run would; so no
 step is faster because nothing follows it.
@@ -16,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
+from msgspec.structs import replace
 
 from rollweave.core.policy.modes import preset
 from rollweave.io.boot import serve_parent
@@ -130,10 +131,9 @@ def prediction_of(lines: Sequence[Mapping[str, Any]]) -> Prediction:
 
 def _shares(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the share of each activity or cause in the sum of these seconds."""
-    sums: dict[str, float] = {}
+    sums: Counter[str] = Counter()
     for causes in seconds:
-        for cause, value in causes.items():
-            sums[cause] = sums.get(cause, 0.0) + value
+        sums.update(causes)
     total = sum(sums.values())
     return {cause: value / total for cause, value in sorted(sums.items()) if value > 0}
 
@@ -142,109 +142,98 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
     """Return the mean of one candidate's predictions under several seeds, each over
     equally many steps, and the range of its seconds a step.
     """
-    mean = statistics.fmean
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(one, name) for one in predictions)
 
     def shares(part: str) -> dict[str, float]:
-        each = [getattr(prediction, part) for prediction in predictions]
+        each = [getattr(one, part) for one in predictions]
         causes = sorted({cause for one in each for cause in one})
-        return {cause: mean(one.get(cause, 0.0) for one in each) for cause in causes}
+        return {cause: statistics.fmean(one.get(cause, 0.0) for one in each) for cause in causes}
 
-    return Prediction(
-        step_s=mean(one.step_s for one in predictions),
-        step_tokens=mean(one.step_tokens for one in predictions),
-        staleness=mean(one.staleness for one in predictions),
+    means = ("step_s", "step_tokens", "staleness", "kv_used", "dropped")
+    return replace(
+        predictions[0],
+        **{name: mean(name) for name in means},
         stalest=max(one.stalest for one in predictions),
         engines=shares("engines"),
         trainer=shares("trainer"),
-        kv_used=mean(one.kv_used for one in predictions),
-        dropped=mean(one.dropped for one in predictions),
         fastest_s=min(one.fastest_s for one in predictions),
         slowest_s=max(one.slowest_s for one in predictions),
     )
 
 
-# Parts that take longer.
+# Parts that take less time.
+
+FASTER = 0.5
+"""Factor of a part's time in the question what limits a candidate."""
+
+PARTS: Mapping[str, Sequence[str]] = {
+    "engines": ("step_s", "decode_s", "move_s"),
+    "trainer": ("step_s",),
+    "environment": (),
+    "weights": ("publish_s", "load_s", "hop_s", "lag_s", "beside_s", "swap_s"),
+}
+"""The parts of a run (environments with rewards are one), each with the methods of the
+costs that return its seconds.
+"""
 
 
-class Factors(Struct, frozen=True, kw_only=True):
-    """Multiples of the time that each part takes: engine steps, training steps, the
-    transfer of weights, and environments with rewards.
-    """
+class _FasterCosts:
+    """Costs some of whose methods return `FASTER` times their seconds."""
 
-    engines: float = 1.0
-    trainer: float = 1.0
-    weights: float = 1.0
-    environment: float = 1.0
-
-
-class _Scaled:
-    """Costs some of whose methods return a multiple of their seconds."""
-
-    def __init__(self, cost: Any, **factors: float) -> None:
-        self._cost = cost
-        self._factors = {name: factor for name, factor in factors.items() if factor != 1.0}
+    def __init__(self, cost: Any, methods: Sequence[str]) -> None:
+        self._cost, self._methods = cost, methods
 
     def __getattr__(self, name: str) -> Any:
-        value, factor = getattr(self._cost, name), self._factors.get(name)
-        return value if factor is None else lambda *args, **named: factor * value(*args, **named)
+        value = getattr(self._cost, name)
+        if name not in self._methods:
+            return value
+        return lambda *args, **named: FASTER * value(*args, **named)
 
 
-class _ScaledWork:
-    """A workload whose environments, their starts and rewards take `factor` times as
-    long.
+class _FasterWork:
+    """A workload whose environments, their starts and rewards take `FASTER` times their
+    seconds.
     """
 
-    def __init__(self, work: Workload, factor: float) -> None:
-        self._work, self._factor = work, factor
+    def __init__(self, work: Workload) -> None:
+        self._work = work
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
-        plan, factor = (
-            self._work.plan(index=index, member=member, attempt=attempt, seed=seed),
-            self._factor,
-        )
-        replace = msgspec.structs.replace
-        turns = tuple(replace(turn, env_s=factor * turn.env_s) for turn in plan.turns)
+        plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
+        turns = tuple(replace(turn, env_s=FASTER * turn.env_s) for turn in plan.turns)
         return replace(
-            plan, init_s=factor * plan.init_s, reward_s=factor * plan.reward_s, turns=turns
+            plan, init_s=FASTER * plan.init_s, reward_s=FASTER * plan.reward_s, turns=turns
         )
 
 
-def scaled(costs: Costs, factors: Factors) -> Costs:
-    """Return these costs, multiplied."""
-    engines, weights = factors.engines, factors.weights
-    return (
-        {
-            key: cast(Any, _Scaled(cost, step_s=engines, decode_s=engines, move_s=engines))
-            for key, cost in costs[0].items()
-        },
-        cast(
-            Any,
-            _Scaled(
-                costs[1],
-                step_s=factors.trainer,
-                **dict.fromkeys(
-                    ("publish_s", "load_s", "hop_s", "lag_s", "beside_s", "swap_s"), weights
-                ),
-            ),
-        ),
-    )
+def faster(
+    part: str, work: Mapping[str, Workload], costs: Costs
+) -> tuple[Mapping[str, Workload], Costs]:
+    """Return the workloads and costs of a run in which a part takes less time."""
+    engines, trainer = costs
+    methods = PARTS[part]
+    if part == "environment":
+        return {name: _FasterWork(one) for name, one in work.items()}, costs
+    if part == "engines":
+        quick = {key: cast(Any, _FasterCosts(cost, methods)) for key, cost in engines.items()}
+        return work, (quick, trainer)
+    return work, (engines, cast(Any, _FasterCosts(trainer, methods)))
 
 
 # Trials in several processes.
 
 
-AS_IT_IS = Factors()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A configuration, how long it is simulated, and by how much longer its parts take.
-    Without `costs` they are those of its hardware.
+    """A configuration, how long it is simulated, and which of the `PARTS` takes less
+    time ("" for none). Without `costs` they are those of its hardware.
     """
 
     config: RunConfig
     length: Length
-    factors: Factors = AS_IT_IS
+    faster: str = ""
     costs: Costs | None = None
 
 
@@ -279,10 +268,8 @@ def run_trial(trial: Trial, work: Mapping[str, Workload]) -> Result:
     """Run one trial in this process."""
     try:
         costs = trial.costs or costs_of(trial.config)
-        factors = trial.factors
-        if factors != AS_IT_IS:
-            work = {name: _ScaledWork(one, factors.environment) for name, one in work.items()}
-            costs = scaled(costs, factors)
+        if trial.faster:
+            work, costs = faster(trial.faster, work, costs)
         return try_out(trial.config, trial.length, work=work, costs=costs)
     except RollweaveError as error:
         return str(error)
