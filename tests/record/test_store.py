@@ -159,30 +159,6 @@ def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> Non
     assert reader.load(reader.entries[2]).stop_reason is StopReason.ENV_HANG
 
 
-def test_reopened_store_continues(tmp_path: Path) -> None:
-    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
-        store.append(ended("g0.0"))
-        store.score(scored("g0.0"))
-    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
-        store.append(ended("g0.1", tokens=(7, 8)))
-        assert [
-            trajectory.reward
-            for trajectory in store.get([TrajectoryId("g0.0"), TrajectoryId("g0.1")])
-        ] == [1.0, None]
-
-
-def test_damage_before_the_tail_is_refused(tmp_path: Path) -> None:
-    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
-        store.append(ended("g0.0"))
-        store.append(ended("g0.1"))
-    first = tmp_path / "000000.bin"
-    damaged = bytearray(first.read_bytes())
-    damaged[-1] ^= 1
-    first.write_bytes(damaged)
-    with pytest.raises(CorruptJournalError, match=r"000000\.bin: record at byte 12 "):
-        TrajectoryStore(tmp_path)
-
-
 def test_an_older_segment_that_ends_in_the_middle_of_a_record_is_refused(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path, segment_bytes=1) as store:
         store.append(ended("g0.0"))
@@ -387,19 +363,6 @@ def test_truncation_keeps_exactly_the_complete_records(
     ] + ["fresh"]
     for number, entry in enumerate(reader.entries[:-1]):
         assert reader.load(entry).sequences[0].tokens == tuple(range(sizes[number]))
-
-
-def test_damage_before_the_tail_is_an_error_and_removes_nothing(tmp_path: Path) -> None:
-    with TrajectoryStore(tmp_path) as store:
-        for name in ("a", "b", "c"):
-            store.append(ended(name))
-    path = tmp_path / "000000.bin"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CorruptJournalError, match=r"record at byte \d+ "):
-        TrajectoryStore(tmp_path)
-    assert path.read_bytes() == data
 
 
 def test_sequences_that_were_written_before_origins_are_read() -> None:

@@ -201,52 +201,6 @@ def test_segments_of_former_lives_stay_until_nothing_can_continue(tmp_path: Path
     assert not tmp_path.exists()
 
 
-def test_segments_are_deleted_with_their_last_attempt(tmp_path: Path) -> None:
-    with TurnLog(tmp_path, segment_bytes=1) as log:  # one record each
-        for member in range(3):
-            log.append(answer(member))
-        log.forget(trajectory(1), 0)
-        assert segments(tmp_path) == ["000000.bin", "000002.bin"]
-        log.append(answer(3))
-        log.forget(trajectory(0), 0)
-        assert segments(tmp_path) == ["000002.bin", "000003.bin"]
-
-
-def test_one_slow_attempt_does_not_keep_the_records_of_others(tmp_path: Path) -> None:
-    with TurnLog(tmp_path, segment_bytes=4_000) as log:
-        mine = list[TurnRecord]()
-        for member in range(1, 1_000):
-            log.append(answer(member))
-            if member % 50 == 0:
-                mine.append(answer(0, len(mine)))
-                log.append(mine[-1])
-            log.forget(trajectory(member), 0)
-        used = sum(path.stat().st_size for path in tmp_path.iterdir())
-        assert used < 3 * 4_000 + 4 * 20 * 400
-    assert read(tmp_path, of(log, 0)) == {of(log, 0)[0]: mine}
-    assert len(segments(tmp_path)) == 1, "what is left is in one segment"
-
-
-def test_segments_that_replace_others_are_not_larger(tmp_path: Path) -> None:
-    """Half of the attempts end at once: all segments are sparse then."""
-    with TurnLog(tmp_path, segment_bytes=2_000) as log:
-        for member in range(100):
-            log.append(answer(member))
-        for member in range(100):
-            if member % 7:
-                log.forget(trajectory(member), 0)
-        count = len(segments(tmp_path))
-        log.append(answer(100))
-        log.append(answer(101))
-        while len(segments(tmp_path)) >= count:
-            log.append(answer(102))
-        assert max(path.stat().st_size for path in tmp_path.iterdir()) < 2_000 + 400
-    left = of(log, *range(0, 100, 7))
-    assert read(tmp_path, left) == {
-        attempt: [answer(7 * place)] for place, attempt in enumerate(left)
-    }
-
-
 @pytest.mark.parametrize("damage", ["cut", "zeros", "flipped", "foreign", "former"])
 def test_damage_costs_records_and_is_named(tmp_path: Path, damage: str) -> None:
     """At any byte: the records before it are read, and no others ever."""

@@ -4,13 +4,21 @@ import asyncio
 import io
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
 
+class HasAddress(Protocol):
+    address: str
+
+
+Target = str | HasAddress
+"""A service, or its address."""
+
+
 async def call(
-    address: str,
+    service: Target,
     method: str,
     path: str,
     body: Any = None,
@@ -28,7 +36,9 @@ async def call(
     }
     async with (
         aiohttp.ClientSession() as session,
-        session.request(method, address + path, data=data, headers=arguments) as response,
+        session.request(
+            method, address_of(service) + path, data=data, headers=arguments
+        ) as response,
     ):
         text = await response.read()
         return (
@@ -38,9 +48,28 @@ async def call(
         )
 
 
-async def wait_until(address: str, path: str, condition: Callable[[Any], bool]) -> None:
+def address_of(service: Target) -> str:
+    return service if isinstance(service, str) else service.address
+
+
+async def get(service: Target, path: str) -> Any:
+    """Return the decoded body of the answer to GET."""
+    return (await call(service, "GET", path))[1]
+
+
+async def status_of(service: Target, *request: Any, **more: Any) -> int:
+    """Return the status of the answer to a `call`."""
+    return (await call(service, *request, **more))[0]
+
+
+async def submit(service: Target, **fields: Any) -> tuple[int, Any, Any]:
+    """Request a rollout of the task domain `game`, as `call`."""
+    return await call(service, "POST", "/v1/rollouts", game(**fields))
+
+
+async def wait_until(service: Target, path: str, condition: Callable[[Any], bool]) -> None:
     """Wait until the answer to GET `path` meets `condition`."""
-    while not condition((await call(address, "GET", path))[1]):  # noqa: ASYNC110 (the service is another thread, or process)
+    while not condition(await get(service, path)):  # noqa: ASYNC110 (the service is another thread, or process)
         await asyncio.sleep(0.01)
 
 

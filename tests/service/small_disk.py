@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.service.api import call, game
+from tests.service.api import call, game, get, status_of
 from tests.support.fake_runs import run_dir
 from tests.support.rollout_service import Program, service_config
 from tests.support.small_disk import BALLAST, DISK_BYTES, fill
@@ -42,11 +42,11 @@ async def flood(address: str) -> tuple[set[str], set[str]]:
 
 async def check(address: str, accepted: set[str], refused: set[str]) -> None:
     for name in sorted(accepted):
-        _, answer, _ = await call(address, "GET", f"/v1/rollouts/{name}?wait=60")
+        answer = await get(address, f"/v1/rollouts/{name}?wait=60")
         assert answer["members"][0]["stop_reason"] == "finished", (name, answer)
     for name in refused:
-        assert (await call(address, "GET", f"/v1/rollouts/{name}"))[0] == 404
-    _, answer, _ = await call(address, "GET", "/v1/completions?limit=1000")
+        assert await status_of(address, "GET", f"/v1/rollouts/{name}") == 404
+    answer = await get(address, "/v1/completions?limit=1000")
     done = [one["rollout"] for one in answer["completions"]]
     assert len(done) == len(set(done))
     assert accepted <= set(done)

@@ -20,7 +20,7 @@ from rollweave.schema.service import EngineRequest
 from rollweave.service import engines
 from rollweave.service.client import RolloutClient
 from rollweave.service.engines import check_engine_host
-from tests.service.api import call
+from tests.service.api import call, status_of
 from tests.support.rollout_service import service_config, serving
 
 SECRET = "hunter2secret"
@@ -59,6 +59,10 @@ def test_addresses_are_normalized(text: str, address: str) -> None:
         "http://127.1:1",
         "http://[::1%25lo]:1",
         "http://[::1%lo]:1",
+        "http://",
+        "http://[::1",
+        "http://host:port",
+        "http://127.0.0.1:1/\n",
     ],
 )
 def test_refuses_urls_with_more_than_an_address_without_repeating_them(text: str) -> None:
@@ -206,9 +210,15 @@ async def test_refuses_a_body_with_a_lone_surrogate(tmp_path: Path) -> None:
             ("/v1/rollouts", {"id": "\ud800x"}),
             ("/v1/engines", {"address": "\ud800xxxxxxxxxxx"}),
         ):
-            status, answer, _ = await call(service.address, "POST", path, body)
+            status, answer, _ = await call(service, "POST", path, body)
             assert status == 400
             assert "text must be valid UTF-8" in str(answer)
+
+
+def holders_of(secret: str, directory: Path) -> list[Path]:
+    """Return the files that hold a secret."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return [file for file in files if secret.encode() in file.read_bytes()]
 
 
 async def test_engine_tokens_are_readable_by_the_owner_only_and_never_returned(
@@ -218,9 +228,9 @@ async def test_engine_tokens_are_readable_by_the_owner_only_and_never_returned(
     directory = tmp_path / "service"
     engine = {"address": "http://127.0.0.1:9", "dialect": "vllm", "token": SECRET}
     with serving(config) as service:
-        status, body, _ = await call(service.address, "POST", "/v1/engines", engine)
+        status, body, _ = await call(service, "POST", "/v1/engines", engine)
         assert status == 202
-        assert SECRET not in str((body, await call(service.address, "GET", "/v1/engines")))
+        assert SECRET not in str((body, await call(service, "GET", "/v1/engines")))
         token_file = directory / "engine-tokens.json"
         assert msgspec.json.decode(token_file.read_bytes()) == {body["id"]: SECRET}
         assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
@@ -228,14 +238,9 @@ async def test_engine_tokens_are_readable_by_the_owner_only_and_never_returned(
         assert [one.token for one in [service.service.engines.request_of(body["id"])] if one] == [
             SECRET
         ]
-        assert (await call(service.address, "DELETE", f"/v1/engines/{body['id']}"))[0] == 202
+        assert await status_of(service, "DELETE", f"/v1/engines/{body['id']}") == 202
         assert SECRET not in token_file.read_text()
-    holders = [
-        path
-        for path in directory.rglob("*")
-        if path.is_file() and SECRET.encode() in path.read_bytes()
-    ]
-    assert holders == []
+    assert holders_of(SECRET, directory) == []
 
 
 async def test_bounds_registrations_and_refuses_foreign_hosts(
@@ -244,28 +249,24 @@ async def test_bounds_registrations_and_refuses_foreign_hosts(
     monkeypatch.setattr(engines, "MAX_ENGINES", 3)
     with serving(service_config(tmp_path)) as service:
         answers = [
-            (
-                await call(
-                    service.address,
-                    "POST",
-                    "/v1/engines",
-                    {"address": f"http://127.0.0.1:{port}", "dialect": "vllm"},
-                )
-            )[0]
+            await status_of(
+                service,
+                "POST",
+                "/v1/engines",
+                {"address": f"http://127.0.0.1:{port}", "dialect": "vllm"},
+            )
             for port in range(1, 6)
         ]
         assert answers == [202, 202, 202, 429, 429]
         for path, more in (("/v1/engines", {"dialect": "vllm"}), ("/add_llm_server", {})):
             status, body, _ = await call(
-                service.address, "POST", path, {"address": "http://169.254.169.254", **more}
+                service, "POST", path, {"address": "http://169.254.169.254", **more}
             )
             assert status == 400
             assert "serve.engine_hosts" in str(body)
 
 
-async def test_discards_registrations_that_break_the_present_rules(
-    tmp_path: Path,
-) -> None:
+async def test_discards_registrations_that_break_the_present_rules(tmp_path: Path) -> None:
     config, database = service_config(tmp_path), tmp_path / "service" / "jobs.sqlite"
     with serving(config):
         pass
@@ -279,9 +280,4 @@ async def test_discards_registrations_that_break_the_present_rules(
         assert "its registration is discarded" in warning.message
         assert "127.0.0.1:9" in warning.message
         assert SECRET not in warning.message
-    holders = [
-        path
-        for path in (tmp_path / "service").rglob("*")
-        if path.is_file() and SECRET.encode() in path.read_bytes()
-    ]
-    assert holders == []
+    assert holders_of(SECRET, tmp_path / "service") == []

@@ -12,14 +12,14 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.service.client import NoServiceError, RolloutClient
 from rollweave.service.engines import backend_factory, vocab_size
-from tests.service.api import call, game, wait_until
+from tests.service.api import call, game, get, status_of, submit, wait_until
 from tests.support.rollout_service import Program, serving
 from tests.support.services import elsewhere, registered
 
 
 async def done(service: str, id: str) -> Any:
     while True:
-        _, body, _ = await call(service, "GET", f"/v1/rollouts/{id}?wait=10")
+        body = await get(service, f"/v1/rollouts/{id}?wait=10")
         if body["state"] == "done":
             return body
 
@@ -29,9 +29,9 @@ async def test_a_registered_engine_serves_rollouts(tmp_path: Path, dialect: str)
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
-            await call(service.address, "POST", "/v1/rollouts", game(id="early", members=2))
+            await submit(service, id="early", members=2)
             status, body, _ = await call(
-                service.address, "POST", "/v1/engines", {"address": address, "dialect": dialect}
+                service, "POST", "/v1/engines", {"address": address, "dialect": dialect}
             )
             assert (status, body["address"]) == (202, address)
             for member in (await done(service.address, "early"))["members"]:
@@ -39,7 +39,7 @@ async def test_a_registered_engine_serves_rollouts(tmp_path: Path, dialect: str)
                 kinds = {segment["kind"]: segment["version"] for segment in sequence["segments"]}
                 assert kinds["output"] == 0
                 assert min(sequence["logprobs"]) == -1.0
-            _, answer, _ = await call(service.address, "GET", "/v1/engines")
+            answer = await get(service, "/v1/engines")
             assert [engine["status"] for engine in answer["engines"]] == ["serving"]
 
 
@@ -52,7 +52,7 @@ async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
         with serving(config, make_backend=backend_factory(config)) as service:
             for address in (one, other):
                 body = {"address": address, "dialect": "completions"}
-                await call(service.address, "POST", "/v1/engines", body)
+                await call(service, "POST", "/v1/engines", body)
             state = service.service.engines._world.state
             counted, number = state.counters.scheduling, 0
             while (
@@ -60,7 +60,7 @@ async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
                 or len(state.mechanisms["costs"].measured) < 2
             ):
                 rollout = game(id=f"r{number}", members=8)
-                await call(service.address, "POST", "/v1/rollouts", rollout)
+                await call(service, "POST", "/v1/rollouts", rollout)
                 await done(service.address, f"r{number}")
                 number += 1
             assert state.mechanisms["costs"].measured.keys() == {"x0", "x1"}
@@ -72,19 +72,16 @@ async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
         with serving(config, make_backend=backend_factory(config)) as service:
             for place in (address, lasting):
                 await call(
-                    service.address,
-                    "POST",
-                    "/v1/engines",
-                    {"address": place, "dialect": "rollweave"},
+                    service, "POST", "/v1/engines", {"address": place, "dialect": "rollweave"}
                 )
             await wait_until(
-                service.address,
+                service,
                 "/v1/engines",
                 lambda answer: [one["status"] for one in answer["engines"]] == ["serving"] * 2,
             )
             ending.kill()
             for number in range(4):
-                await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}"))
+                await submit(service, id=f"r{number}")
             for number in range(4):
                 assert (await done(service.address, f"r{number}"))["members"][0][
                     "stop_reason"
@@ -93,7 +90,7 @@ async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
 
 async def addresses_at(service: str) -> set[str]:
     """Return the addresses of the engines that accept turns of a service."""
-    _, answer, _ = await call(service, "GET", "/v1/engines")
+    answer = await get(service, "/v1/engines")
     return {
         one["address"]
         for one in answer["engines"]
@@ -163,7 +160,7 @@ async def test_refuses_invalid_registrations(tmp_path: Path) -> None:
             ({"address": "http://x", "dialect": "latin"}, "dialect"),
             ({"address": "x", "dialect": "vllm"}, "http://"),
         ):
-            status, answer, _ = await call(service.address, "POST", "/v1/engines", body)
+            status, answer, _ = await call(service, "POST", "/v1/engines", body)
             assert status == 400
             assert reason in json.dumps(answer)
 
@@ -178,7 +175,7 @@ def test_vocab_size_comes_from_the_models_configuration(tmp_path: Path) -> None:
 
 
 async def engines_of(service: str) -> list[Any]:
-    _, answer, _ = await call(service, "GET", "/v1/engines")
+    answer = await get(service, "/v1/engines")
     engines: list[Any] = answer["engines"]
     return engines
 
@@ -198,20 +195,16 @@ async def test_reports_an_engine_that_refuses_the_connection(
 ) -> None:
     config, address = registered(tmp_path), f"http://127.0.0.1:{unused_tcp_port}"
     with serving(config, make_backend=backend_factory(config)) as service:
-        _, queued, _ = await call(service.address, "POST", "/v1/rollouts", game(id="waits"))
+        _, queued, _ = await submit(service, id="waits")
         assert queued["waits_for"] == "no engine serves: none is registered"
-        await call(
-            service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
-        )
+        await call(service, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
         await wait_until(
-            service.address,
-            "/v1/engines",
-            lambda answer: "tried 3 times" in answer["engines"][0]["reason"],
+            service, "/v1/engines", lambda answer: "tried 3 times" in answer["engines"][0]["reason"]
         )
         (engine,) = await engines_of(service.address)
         assert engine["status"] == "starting"
         assert engine["reason"].startswith("unreachable: connection refused, tried ")
-        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/waits")
+        answer = await get(service, "/v1/rollouts/waits")
         assert answer["waits_for"].startswith(
             "no engine serves (x0: unreachable: connection refused, tried "
         )
@@ -219,32 +212,30 @@ async def test_reports_an_engine_that_refuses_the_connection(
             warning.message for warning in service.observer.warnings if warning.component == "x0"
         ]
         assert warnings == [f"unreachable at {address}: connection refused; it will be tried again"]
-        status, health, _ = await call(service.address, "GET", "/ready")
+        status, health, _ = await call(service, "GET", "/ready")
         assert (status, health["status"]) == (503, "no engine")
         assert "connection refused" in health["reason"]
-        assert (await call(service.address, "GET", "/health"))[0] == 200
+        assert await status_of(service, "GET", "/health") == 200
 
 
 async def test_waiting_rollouts_name_a_removed_engine(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
-            await call(
-                service.address, "POST", "/v1/engines", {"address": address, "dialect": "sglang"}
-            )
-            await call(service.address, "POST", "/v1/rollouts", game(id="waits"))
+            await call(service, "POST", "/v1/engines", {"address": address, "dialect": "sglang"})
+            await submit(service, id="waits")
             await wait_until(
-                service.address,
+                service,
                 "/v1/rollouts/waits",
                 lambda answer: "x0: removed after" in answer["waits_for"],
             )
-            _, answer, _ = await call(service.address, "GET", "/v1/rollouts/waits")
+            answer = await get(service, "/v1/rollouts/waits")
             assert "cannot be used in the dialect sglang" in answer["waits_for"]
             (engine,) = await engines_of(service.address)
             assert engine["status"] == "removed"
             assert "cannot be used in the dialect sglang" in engine["reason"]
             _, again, _ = await call(
-                service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
+                service, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
             )
             await serving_engines(service.address, 1)
             assert [engine["id"] for engine in await engines_of(service.address)] == [again["id"]]
@@ -258,11 +249,11 @@ async def test_registering_an_address_with_other_settings_replaces_the_engine(
     async with elsewhere() as (_, address):
         with serving(config, make_backend=backend_factory(config)) as service:
             wrong = {"address": address, "dialect": "sglang"}
-            _, first, _ = await call(service.address, "POST", "/v1/engines", wrong)
-            _, again, _ = await call(service.address, "POST", "/v1/engines", wrong)
+            _, first, _ = await call(service, "POST", "/v1/engines", wrong)
+            _, again, _ = await call(service, "POST", "/v1/engines", wrong)
             assert again["id"] == first["id"]
             status, right, _ = await call(
-                service.address,
+                service,
                 "POST",
                 "/v1/engines",
                 {"address": address, "dialect": "rollweave", "slots": 2},
@@ -270,9 +261,7 @@ async def test_registering_an_address_with_other_settings_replaces_the_engine(
             assert status == 202
             assert right["id"] != first["id"]
             await serving_engines(service.address, 1)
-            await wait_until(
-                service.address, "/v1/engines", lambda answer: len(answer["engines"]) == 1
-            )
+            await wait_until(service, "/v1/engines", lambda answer: len(answer["engines"]) == 1)
             (engine,) = await engines_of(service.address)
             assert (engine["id"], engine["slots"], engine["reason"]) == (right["id"], 2, "")
 
@@ -283,37 +272,27 @@ async def test_refuses_to_withdraw_the_last_serving_engine(tmp_path: Path) -> No
         with serving(config, make_backend=backend_factory(config)) as service:
             for address in (one, other):
                 await call(
-                    service.address,
-                    "POST",
-                    "/v1/engines",
-                    {"address": address, "dialect": "rollweave"},
+                    service, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
                 )
             first, last = await serving_engines(service.address, 2)
-            assert (await call(service.address, "GET", "/ready"))[0] == 200
+            assert await status_of(service, "GET", "/ready") == 200
             both = (
-                call(service.address, "DELETE", f"/v1/engines/{engine['id']}")
-                for engine in (first, last)
+                call(service, "DELETE", f"/v1/engines/{engine['id']}") for engine in (first, last)
             )
             (status, answer, _), (other_status, *_) = sorted(
                 await asyncio.gather(*both), key=lambda each: -each[0]
             )
             assert (status, other_status, answer["error"]["type"]) == (409, 202, "conflict")
             assert "must not be the last one that serves" in answer["error"]["message"]
-            await wait_until(
-                service.address, "/v1/engines", lambda answer: len(answer["engines"]) == 1
-            )
+            await wait_until(service, "/v1/engines", lambda answer: len(answer["engines"]) == 1)
             (last,) = await engines_of(service.address)
-            assert (await call(service.address, "DELETE", f"/v1/engines/{last['id']}"))[0] == 409
+            assert await status_of(service, "DELETE", f"/v1/engines/{last['id']}") == 409
             assert (
-                await call(service.address, "DELETE", f"/v1/engines/{last['id']}?force=perhaps")
-            )[0] == 400
-            assert (await call(service.address, "GET", "/health"))[1]["status"] == "ok"
-            assert (await call(service.address, "DELETE", f"/v1/engines/{last['id']}?force=true"))[
-                0
-            ] == 202
-            await wait_until(
-                service.address, "/health", lambda health: health["status"] == "no engine"
+                await status_of(service, "DELETE", f"/v1/engines/{last['id']}?force=perhaps") == 400
             )
-            assert (await call(service.address, "GET", "/health"))[1][
+            assert (await get(service, "/health"))["status"] == "ok"
+            assert await status_of(service, "DELETE", f"/v1/engines/{last['id']}?force=true") == 202
+            await wait_until(service, "/health", lambda health: health["status"] == "no engine")
+            assert (await get(service, "/health"))[
                 "reason"
             ] == "no engine serves: none is registered"

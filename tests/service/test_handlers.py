@@ -17,7 +17,7 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.sandbox.processes import family, process
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
-from tests.service.api import call, game, wait_until
+from tests.service.api import call, get, submit, wait_until
 from tests.support.echo_engine import process_state
 from tests.support.fake_runs import make_config, run, run_dir
 from tests.support.journals import checked_journal
@@ -34,8 +34,8 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
         tmp_path, task=BOXED, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
     )
     with nothing_left(), serving(config) as service:
-        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await submit(service, id="x")
+        answer = await get(service, "/v1/rollouts/x?wait=60")
         (member,) = answer["members"]
         return member  # type: ignore[no-any-return]
 
@@ -62,8 +62,8 @@ async def test_built_in_handlers_run(tmp_path: Path, env: str) -> None:
     task = {"env": env, "time_s": 60.0, "step_s": 20.0, "max_tokens": 3000}
     config = service_config(tmp_path, task=task, options={"calls": "text"}, sandbox=ZYGOTE)
     with nothing_left(), serving(config) as service:
-        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await submit(service, id="x")
+        answer = await get(service, "/v1/rollouts/x?wait=60")
     (member,) = answer["members"]
     result = member["result"]
     # the echo engine solves nothing
@@ -107,10 +107,10 @@ async def test_cancelling_a_tool_call_kills_its_process_tree(tmp_path: Path, war
         tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": warm}
     )
     with nothing_left(), serving(config) as service:
-        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await submit(service, id="x")
         await sleep_begins(os.getpid())
-        await call(service.address, "DELETE", "/v1/rollouts/x")
-        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await call(service, "DELETE", "/v1/rollouts/x")
+        answer = await get(service, "/v1/rollouts/x?wait=60")
         assert answer["members"][0]["stop_reason"] == "cancelled"
         assert not sleeping(os.getpid())
 
@@ -123,7 +123,7 @@ async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None
     )
     program = Program(config)
     try:
-        await call(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
+        await submit(program, id="x", members=3)
         await sleep_begins(program.process.pid)
         sandboxes_before = {
             pid: entry.started
@@ -132,9 +132,7 @@ async def test_no_sandbox_outlives_the_service(tmp_path: Path, how: str) -> None
         }
         if how != "kill":
             program.process.terminate()
-            await wait_until(
-                program.address, "/health", lambda health: health["status"] == "closing"
-            )
+            await wait_until(program, "/health", lambda health: health["status"] == "closing")
             program.process.terminate()
             await asyncio.to_thread(program.process.wait, 60)
     finally:

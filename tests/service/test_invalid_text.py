@@ -13,7 +13,7 @@ import pytest
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
-from tests.service.api import call, game
+from tests.service.api import call, get, status_of, submit
 from tests.support.fake_runs import run_dir
 from tests.support.rollout_service import Program, service_config, serving
 
@@ -48,19 +48,17 @@ async def test_invalid_text_affects_only_its_own_rollout(
     tmp_path: Path, task: dict[str, Any], raises: str, reason: str
 ) -> None:
     with serving(words(tmp_path, raises, task)) as service:
-        await call(service.address, "POST", "/start", {})
+        await call(service, "POST", "/start", {})
         for number in range(2):
-            assert (await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
-                0
-            ] == 202
-            _, answer, _ = await call(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            assert (await submit(service, id=f"r{number}"))[0] == 202
+            answer = await get(service, f"/v1/rollouts/r{number}?wait=30")
             member = answer["members"][0]
             assert member["stop_reason"] == reason
             if raises and raises != "result":
                 assert "\ufffd words \ufffd" in member["result"]["error"]
         if not task.get("isolation"):
             status, _, _ = await call(
-                service.address,
+                service,
                 "POST",
                 "/process",
                 {"instance": {"data_source": "game", "index": 0}, "job_id": "p"},
@@ -72,13 +70,11 @@ async def test_a_killed_service_resumes_rollouts_with_invalid_text(tmp_path: Pat
     config = words(tmp_path, "reset", {})
     service = Program(config)
     for number in range(20):
-        assert (await call(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
-            0
-        ] == 202
+        assert (await submit(service, id=f"r{number}"))[0] == 202
     service.kill()
     with serving(config) as again:
         for number in range(20):
-            _, answer, _ = await call(again.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            answer = await get(again, f"/v1/rollouts/r{number}?wait=30")
             assert answer["members"][0]["stop_reason"] == "env_error"
     assert not TrajectoryReader(run_dir(config) / "trajectories").damaged
 
@@ -89,7 +85,7 @@ async def test_a_rollout_that_kills_the_service_is_abandoned_after_some_restarts
 ) -> None:
     config = words(tmp_path, "", {"env": "tests.service.invalid_text:Killer"})
     service = Program(config)
-    assert (await call(service.address, "POST", "/v1/rollouts", game(id="poison")))[0] == 202
+    assert (await submit(service, id="poison"))[0] == 202
     for _ in range(MAX_WORLDS_LOST - 1):
         assert service.process.wait(60) == 1
         service.kill()
@@ -97,26 +93,24 @@ async def test_a_rollout_that_kills_the_service_is_abandoned_after_some_restarts
     assert service.process.wait(60) == 1
     service.kill()
     with serving(config) as again:
-        _, answer, _ = await call(again.address, "GET", "/v1/rollouts/poison?wait=30")
+        answer = await get(again, "/v1/rollouts/poison?wait=30")
         assert answer["members"][0]["stop_reason"] == "world_lost"
         assert any("is given up" in warning.message for warning in again.observer.warnings)
 
 
-async def test_drops_only_requests_that_cannot_be_read(
-    tmp_path: Path,
-) -> None:
+async def test_drops_only_requests_that_cannot_be_read(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     with serving(config) as service:
         for name in ("torn", "odd", "good"):
-            assert (await call(service.address, "POST", "/v1/rollouts", game(id=name)))[0] == 202
-            await call(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            assert (await submit(service, id=name))[0] == 202
+            await call(service, "GET", f"/v1/rollouts/{name}?wait=30")
     with contextlib.closing(sqlite3.connect(run_dir(config) / "jobs.sqlite")) as jobs, jobs:
         jobs.execute("UPDATE jobs SET request = ? WHERE id = 'torn'", (b'{"handler": "\xff',))
         jobs.execute("UPDATE jobs SET task = ? WHERE id = 'odd'", (b'{"id": 3}',))
     with serving(config) as again:
         for name in ("torn", "odd"):
-            assert (await call(again.address, "GET", f"/v1/rollouts/{name}"))[0] == 404
-        assert (await call(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
+            assert await status_of(again, "GET", f"/v1/rollouts/{name}") == 404
+        assert (await get(again, "/v1/rollouts/good"))["state"] == "done"
         abandoned = [
             warning.component
             for warning in again.observer.warnings
@@ -161,7 +155,7 @@ REQUESTS = [
 """Method, path, header and body of requests with text that is none."""
 
 
-async def status_of(address: str, method: str, path: bytes, header: bytes, body: bytes) -> int:
+async def raw_status(address: str, method: str, path: bytes, header: bytes, body: bytes) -> int:
     host, port = address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (
@@ -185,10 +179,10 @@ async def status_of(address: str, method: str, path: bytes, header: bytes, body:
 async def test_invalid_text_of_a_client_never_causes_a_500(tmp_path: Path) -> None:
     failures = []
     with serving(service_config(tmp_path)) as service:
-        await call(service.address, "POST", "/start", {})
+        await call(service, "POST", "/start", {})
         for request in REQUESTS:
-            status = await status_of(service.address, *request)
-            health = (await call(service.address, "GET", "/health"))[0]
+            status = await raw_status(service.address, *request)
+            health = await status_of(service, "GET", "/health")
             if status >= 500 or health != 200:
                 failures.append((request, status, health))
     assert failures == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.api import call, game
+from tests.service.api import get, submit
 from tests.support.fake_runs import make_config, run
 from tests.support.programs import CLIENT, agent_program
 from tests.support.rollout_service import service_config, serving
@@ -29,8 +29,8 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
         tmp_path, task=TASK, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
     )
     with nothing_left(), serving(config) as service:
-        await call(service.address, "POST", "/v1/rollouts", game(id="x"))
-        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=60")
+        await submit(service, id="x")
+        answer = await get(service, "/v1/rollouts/x?wait=60")
         (member,) = answer["members"]
         return member  # type: ignore[no-any-return]
 
@@ -46,9 +46,7 @@ async def test_a_program_runs_a_rollout(tmp_path: Path) -> None:
     ] == [["prompt", "output"]] * 2
 
 
-async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(tmp_path: Path) -> None:
     member = await rollout(
         tmp_path,
         packages=CLIENT,

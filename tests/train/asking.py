@@ -1,8 +1,23 @@
-"""Ask a trainer in this process to train and to publish."""
+"""Ask a trainer in this process to train, to publish, to save and to restore."""
+
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from rollweave.schema.training import Publish, Published, Trained, TrainOn
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.training import (
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    Trained,
+    TrainerCommand,
+    TrainFailed,
+    TrainOn,
+)
 from rollweave.schema.work import Batch
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
@@ -21,3 +36,32 @@ def published(trainer: Trainer, version: int = 0) -> dict[str, torch.Tensor]:
     reply = trainer.handle(Publish(version=version, publication_id=version))
     assert isinstance(reply, Published), reply
     return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
+
+
+def save_to(trainer: Trainer, path: Path, *, export: bool = False) -> None:
+    """Save a checkpoint."""
+    reply = trainer.handle(Save(path=str(path), export=export))
+    assert isinstance(reply, Saved), reply
+
+
+def restore_from(trainer: Trainer, path: Path, *, step: int) -> None:
+    """Restore a checkpoint of this step."""
+    assert trainer.handle(Restore(path=str(path))) == Restored(step=step)
+
+
+def refused(trainer: Trainer, command: TrainerCommand) -> TrainFailed:
+    """Return the failure with which a command is answered."""
+    reply = trainer.handle(command)
+    assert isinstance(reply, TrainFailed), reply
+    return reply
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether the tensors have the same names and bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    """Return the configuration with other values in one section."""
+    part = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: part})

@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 from rollweave.schema.training import (
     Measure,
     Measured,
-    Restore,
-    Restored,
     Save,
     Saved,
     StopTrainer,
@@ -27,7 +25,7 @@ from rollweave.schema.training import (
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.trainer import Trainer
 from tests.support.trainers import make_batch, make_config
-from tests.train.asking import published
+from tests.train.asking import published, restore_from, trained
 from tests.train.ranks import meet
 
 CASE = {
@@ -104,16 +102,16 @@ def run(
     first["ratios"] = torch.tensor(measured.ratios, dtype=torch.float64)
     impossible = trainer.handle(Save(path="/proc/nowhere/c"))
     assert type(impossible).__name__ == "SaveFailed", impossible
-    assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
+    restore_from(trainer, out / "c", step=2)
     last = make_batch(2, step=2, size=2, envs=envs)
-    assert isinstance(trainer.handle(TrainOn(batch=last)), Trained)
+    trained(trainer, last)
     again = published(trainer, 4)
     assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
         "a restored trainer goes on the same way"
     )
     if other is not None:
-        assert trainer.handle(Restore(path=str(other))) == Restored(step=2)
-        assert isinstance(trainer.handle(TrainOn(batch=last)), Trained)
+        restore_from(trainer, other, step=2)
+        trained(trainer, last)
         from_other = published(trainer, 5)
         assert all(torch.allclose(first[name], from_other[name], atol=1e-4) for name in again), (
             "a checkpoint of another number of ranks continues"

@@ -3,9 +3,12 @@ a store whose address rank 0 writes to a file.
 """
 
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,8 +38,17 @@ def meet() -> RankGroup:
     return join_ranks(rank, world_size, store=store, device=torch.device("cpu"))
 
 
-def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> None:
-    """Run so many ranks of a program until they exit."""
+def start_ranks(
+    count: int,
+    worker: str,
+    out: Path,
+    *arguments: Path | str,
+    prefix: Sequence[str] = (),
+    **how: Any,
+) -> list["subprocess.Popen[str]"]:
+    """Start so many ranks of a program, the last one behind `prefix`; `how` are further
+    arguments of `Popen`.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -44,14 +56,21 @@ def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> Non
         "WORLD_SIZE": str(count),
         "STORE": f"{out}.store",
     }
-    ranks = [
+    command = [sys.executable, "-m", f"tests.train.{worker}", *map(str, arguments), str(out)]
+    return [
         Forked(
-            [sys.executable, "-m", f"tests.train.{worker}", *map(str, arguments), str(out)],
+            [*(prefix if rank == count - 1 else ()), *command],
             cwd=ROOT,
             env=environment | {"RANK": str(rank)},
+            **how,
         )
         for rank in range(count)
     ]
+
+
+def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> None:
+    """Run so many ranks of a program until they exit."""
+    ranks = start_ranks(count, worker, out, *arguments)
     try:
         assert [rank.wait(240) for rank in ranks] == [0] * count
     finally:

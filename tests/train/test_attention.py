@@ -35,55 +35,52 @@ def rounding(sharpness: float) -> float:
     return 2e-5 * max(1.0, sharpness**2 / 16)
 
 
+def assert_attends(
+    width: int,
+    length: int,
+    heads: tuple[int, int],
+    sharpness: float,
+    seed: int,
+    chosen: torch.Tensor | None,
+    batch: int,
+) -> None:
+    """Compare with the definition, by own scores and by torch's kernels, for queries at
+    `chosen` positions [B, W], or at all.
+    """
+    q = randn(seed, batch, width, heads[0], 4) * sharpness
+    k = randn(seed + 1, batch, length, heads[1], 4) * sharpness
+    v = randn(seed + 2, batch, length, heads[1], 4)
+    positions = torch.arange(length).expand(batch, -1) if chosen is None else chosen
+    for max_scores in (0, 1 << 20):
+        assert_equal(
+            lambda *a, most=max_scores: attend(*a, chosen, max_scores=most),
+            lambda *a: plain(*a, positions),
+            q,
+            k,
+            v,
+            tolerance=rounding(sharpness),
+        )
+
+
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2)])
+SHARPNESS = st.sampled_from([0.1, 1.0, 12.0])
+
+
 @settings(max_examples=examples(15))
-@given(
-    batch=st.integers(1, 2),
-    length=st.sampled_from([1, 3, 32, 33, 70]),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
-    sharpness=st.sampled_from([0.1, 1.0, 12.0]),
-    seed=st.integers(0, 9),
-)
+@given(st.integers(1, 2), st.sampled_from([1, 3, 32, 33, 70]), HEADS, SHARPNESS, st.integers(0, 9))
 def test_attends_from_every_position(
     batch: int, length: int, heads: tuple[int, int], sharpness: float, seed: int
 ) -> None:
-    q = randn(seed, batch, length, heads[0], 4) * sharpness
-    k, v = (
-        randn(seed + 1, batch, length, heads[1], 4) * sharpness,
-        randn(seed + 2, batch, length, heads[1], 4),
-    )
-    positions = torch.arange(length).expand(batch, -1)
-    for max_scores in (0, 1 << 20):
-        fused, reference = (
-            lambda *a, m=max_scores: attend(*a, None, max_scores=m),
-            lambda *a: plain(*a, positions),
-        )
-        assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
+    assert_attends(length, length, heads, sharpness, seed, None, batch)
 
 
 @settings(max_examples=examples(40))
-@given(
-    batch=st.integers(1, 3),
-    width=st.integers(1, 5),
-    length=st.integers(1, 9),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
-    sharpness=st.sampled_from([0.1, 1.0, 12.0]),
-    seed=st.integers(0, 9),
-)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), HEADS, SHARPNESS, st.integers(0, 9))
 def test_attends_from_chosen_positions(
     batch: int, width: int, length: int, heads: tuple[int, int], sharpness: float, seed: int
 ) -> None:
-    q = randn(seed, batch, width, heads[0], 4) * sharpness
-    k, v = (
-        randn(seed + 1, batch, length, heads[1], 4) * sharpness,
-        randn(seed + 2, batch, length, heads[1], 4),
-    )
-    positions = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
-    for max_scores in (0, 1 << 20):
-        fused, reference = (
-            lambda *a, m=max_scores: attend(*a, positions, max_scores=m),
-            lambda *a: plain(*a, positions),
-        )
-        assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
+    chosen = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
+    assert_attends(width, length, heads, sharpness, seed, chosen, batch)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 50.0])

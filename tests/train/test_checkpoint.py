@@ -1,5 +1,5 @@
 """A checkpoint is complete or recognizably incomplete; a failing disk keeps the former
-one.
+one; an engine reads exactly the bits that were published, or nothing.
 """
 
 import json
@@ -15,27 +15,24 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollweave.io.tokenizer import tokenizer_files
-from rollweave.schema.errors import TrainerError
+from rollweave.schema.errors import TrainerError, WeightsError
 from rollweave.schema.training import (
+    Publish,
+    Published,
     Restore,
-    Restored,
     Save,
-    Saved,
     SaveFailed,
-    Trained,
     TrainFailed,
     TrainOn,
 )
 from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
 from rollweave.train.trainer import Trainer
+from rollweave.weights.publication import read_tensors
+from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from tests.support.chats import CHATML
 from tests.support.forking import Forked
 from tests.support.trainers import make_batch, make_config, make_model
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "m")
+from tests.train.asking import changed, refused, restore_from, save_to, trained
 
 
 def some(step: int) -> Checkpoint:
@@ -49,6 +46,20 @@ def some(step: int) -> Checkpoint:
 
 def write(path: Path, step: int) -> None:
     save(path, some(step), export_dtype=torch.float32)
+
+
+DAMAGE = ["truncated", "flipped", "empty", "missing"]
+
+
+def inflict(damage: str, file: Path, *, at: bytes | None = None) -> None:
+    """Damage a file; what is flipped is a bit of `at`, or of the middle."""
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+        return
+    half = len(content) // 2
+    content[half if at is None else content.find(at)] ^= 1
+    file.write_bytes({"truncated": content[:half], "flipped": content, "empty": b""}[damage])
 
 
 def test_loads_a_saved_checkpoint(tmp_path: Path) -> None:
@@ -65,19 +76,11 @@ def test_loads_a_saved_checkpoint(tmp_path: Path) -> None:
     "name",
     ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "digests.json"],
 )
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_detects_any_damage(tmp_path: Path, name: str, damage: str) -> None:
     write(tmp_path / "good", 1)
     write(tmp_path / "bad", 2)
-    file = tmp_path / "bad" / name
-    content = bytearray(file.read_bytes())
-    if damage == "missing":
-        file.unlink()
-    else:
-        content[len(content) // 2] ^= 1
-        file.write_bytes(
-            {"truncated": content[: len(content) // 2], "flipped": content, "empty": b""}[damage]
-        )
+    inflict(damage, tmp_path / "bad" / name)
     with pytest.raises(TrainerError, match=r"damaged|incomplete or invalid"):
         verify(tmp_path / "bad")
     with pytest.raises(TrainerError, match=r"damaged|incomplete or invalid"):
@@ -88,16 +91,13 @@ def test_detects_any_damage(tmp_path: Path, name: str, damage: str) -> None:
 
 def test_finds_the_newest_complete_checkpoint_by_any_name(tmp_path: Path) -> None:
     assert latest(tmp_path / "nowhere") is None
+    with pytest.raises(TrainerError, match="no complete checkpoint"):
+        load(tmp_path)
     for name, step in (("z", 3), ("a", 12), ("m", 9)):
         write(tmp_path / name, step)
     (tmp_path / "b.partial-77").mkdir()
     (tmp_path / "notes.txt").write_text("x")
     assert latest(tmp_path) == tmp_path / "a"
-
-
-def test_an_empty_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="no complete checkpoint"):
-        load(tmp_path)
 
 
 def test_refuses_other_formats(tmp_path: Path) -> None:
@@ -126,22 +126,18 @@ def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
     model_dir: Path, tmp_path: Path
 ) -> None:
     trainer = Trainer(make_config(), model_dir, tmp_path)
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"))), Saved)
+    save_to(trainer, tmp_path / "c")
     trainer.handle(TrainOn(batch=make_batch()))
     file = tmp_path / "c" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    reply = trainer.handle(Restore(path=str(tmp_path / "c")))
-    assert isinstance(reply, TrainFailed)
+    reply = refused(trainer, Restore(path=str(tmp_path / "c")))
     assert "damaged" in reply.error
     assert trainer.step == 1
     other = make_model(tmp_path / "other", hidden=64)
-    assert isinstance(
-        Trainer(make_config(), other, tmp_path).handle(Save(path=str(tmp_path / "o"))), Saved
-    )
-    reply = trainer.handle(Restore(path=str(tmp_path / "o")))
-    assert isinstance(reply, TrainFailed)
+    save_to(Trainer(make_config(), other, tmp_path), tmp_path / "o")
+    reply = refused(trainer, Restore(path=str(tmp_path / "o")))
     assert "shape" in reply.error
-    assert isinstance(trainer.handle(TrainOn(batch=make_batch(1, step=1))), Trained)
+    trained(trainer, make_batch(1, step=1))
 
 
 def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> None:
@@ -151,7 +147,7 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
         (source / "additional_chat_templates" / f"{name}.jinja").write_text(CHATML)
     trainer = Trainer(make_config(), source, tmp_path)
     trainer.handle(TrainOn(batch=make_batch()))
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    save_to(trainer, tmp_path / "c", export=True)
     exported = tmp_path / "c" / "hf"
     model = AutoModelForCausalLM.from_pretrained(exported)
     weights = load_file(tmp_path / "c" / "model.safetensors")
@@ -221,14 +217,63 @@ def test_a_full_disk_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path
         pytest.skip("mounting a file system is not permitted here")
     try:
         trainer = Trainer(make_config(), model_dir, tmp_path)
-        assert isinstance(trainer.handle(Save(path=str(disk / "c"))), Saved)
-        assert isinstance(
-            trainer.handle(TrainOn(batch=make_batch())), Trained
+        save_to(trainer, disk / "c")
+        trained(
+            trainer, make_batch()
         )  # now there are moments, which do not fit beside the first checkpoint
         reply = trainer.handle(Save(path=str(disk / "d")))
         assert isinstance(reply, SaveFailed)
         assert "space" in reply.error
         assert [path.name for path in disk.iterdir()] == ["c"]
-        assert trainer.handle(Restore(path=str(disk))) == Restored(step=0)
+        restore_from(trainer, disk, step=0)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# What engines read.
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_has_the_bits_that_were_published(tmp_path: Path, dtype: str) -> None:
+    """This includes the publication of a trainer restored from it."""
+    plain, directory = make_config(), make_model(tmp_path / "m")
+    config = changed(plain, "model", dtype=dtype)
+    trainer = Trainer(config, directory, tmp_path / "run")
+    trained(trainer, make_batch())
+    first = trainer.handle(Publish(version=1, publication_id=7))
+    assert isinstance(first, Published)
+    save_to(trainer, tmp_path / "c")
+    trainer.handle(TrainOn(batch=make_batch(1, step=1)))
+    trainer.handle(Restore(path=str(tmp_path / "c")))
+    again = trainer.handle(Publish(version=1, publication_id=8, keep=(7,)))
+    assert isinstance(again, Published)
+    published_bits = bits(
+        read_trainer_checkpoint(tmp_path / "c", step=1, dtype=getattr(torch, config.model.dtype))
+    )
+    assert (
+        published_bits == bits(read_tensors(first.manifest)) == bits(read_tensors(again.manifest))
+    )
+    trainer.close()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "digests.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_refuses_any_damage(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / "c"
+    with pytest.raises(WeightsError, match="incomplete or invalid"):
+        read_trainer_checkpoint(path, step=2, dtype=torch.float32)
+    write(path, 2)
+    read = read_trainer_checkpoint(path, step=2, dtype=torch.float32)
+    assert torch.equal(read["w"], torch.full((50,), 2.0))
+    with pytest.raises(WeightsError, match="must be of step 3"):
+        read_trainer_checkpoint(path, step=3, dtype=torch.float32)
+    inflict(damage, path / name, at=b"model.safetensors" if name == "digests.json" else None)
+    with pytest.raises(WeightsError, match=r"damaged|incomplete or invalid"):
+        read_trainer_checkpoint(path, step=2, dtype=torch.float32)

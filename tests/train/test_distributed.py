@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollweave.schema.training import Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import Checkpoint, load, verify
 from rollweave.train.distributed import interface_of, join_store, open_store
 from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A
 from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
 from tests.support.trainers import LR, make_batch, make_config, make_model
+from tests.train.asking import save_to, trained
 from tests.train.compare import assert_all_close
 from tests.train.rank_worker import CASE, CASES, run
 from tests.train.ranks import run_ranks
@@ -75,10 +75,8 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None
         assert verify(out / "same") == number
         files = sorted(file.name for file in out.joinpath("same").glob("model*"))
         assert files == [file_of("model", rank=rank, world_size=count) for rank in range(count)]
-        assert isinstance(
-            alone.handle(TrainOn(batch=make_batch(number, step=number, size=2))), Trained
-        )
-        assert isinstance(alone.handle(Save(path=str(tmp_path / f"alone{number}"))), Saved)
+        trained(alone, make_batch(number, step=number, size=2))
+        save_to(alone, tmp_path / f"alone{number}")
         saved = out / "trained"
         assert_equal(load(saved), load(tmp_path / f"alone{number}"), exact=False)
         exported = load_file(saved / "hf" / "model.safetensors")

@@ -17,9 +17,6 @@ from rollweave.schema.config.training import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
     Restore,
-    Restored,
-    Save,
-    Saved,
     TrainFailed,
 )
 from rollweave.train.loading import implementation_of, load_trained_model
@@ -32,7 +29,7 @@ from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from tests.support.architectures import CONFIGURATIONS, build
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_extended
-from tests.train.asking import published, trained
+from tests.train.asking import changed, published, refused, restore_from, save_to, trained
 from tests.train.rank_worker import run
 from tests.train.ranks import run_ranks
 
@@ -82,7 +79,7 @@ def test_peft_and_transformers_compute_what_was_trained(
     with torch.no_grad():
         untrained = trainer._model(pack(examples), 1.0).logprobs
     train(trainer, 3)
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    save_to(trainer, tmp_path / "c", export=True)
     with torch.no_grad():
         own = trainer._model(pack(examples), 1.0).logprobs
     assert float((own - untrained).abs().max()) > 0.05
@@ -105,7 +102,7 @@ def test_gradients_are_those_of_peft(tmp_path: Path, implementation: Any) -> Non
     path, examples = build("qwen2", tmp_path / "m"), make_examples(4)
     trainer = Trainer(make_config(lora=ALL), path, tmp_path / "run")
     train(trainer, 2)
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    save_to(trainer, tmp_path / "c", export=True)
     adapters = NewAdapters(make_config(lora=ALL).lora, seed=0)  # type: ignore[arg-type]
     model = load_trained_model(path, implementation, dtype="float32", device=CPU, adapters=adapters)
     with torch.no_grad():
@@ -142,7 +139,7 @@ def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
         sum(t.nbytes for t in after.values())
         < sum(t.nbytes for t in published(whole, 2).values()) / 4
     )
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"))), Saved)
+    save_to(trainer, tmp_path / "c")
     saved = load_file(tmp_path / "c" / "model.safetensors")
     moments = load_file(tmp_path / "c" / "optimizer.safetensors")
     assert (
@@ -154,7 +151,7 @@ def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
     train(trainer, 4)
     expected = published(trainer, 4)
     resumed = Trainer(config, path, tmp_path / "r")
-    assert resumed.handle(Restore(path=str(tmp_path / "c"))) == Restored(step=2)
+    restore_from(resumed, tmp_path / "c", step=2)
     train(resumed, 4)
     assert all(torch.equal(t, expected[name]) for name, t in published(resumed, 4).items())
     assert all(torch.equal(p, trainer._model.get_parameter(n)) for n, p in frozen.items())
@@ -163,10 +160,9 @@ def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
     other = Trainer(make_config(lora=ALL), path, tmp_path)
-    assert isinstance(other.handle(Save(path=str(tmp_path / "c"))), Saved)
+    save_to(other, tmp_path / "c")
     trainer = Trainer(make_config(lora={"rank": 2}), path, tmp_path)
-    reply = trainer.handle(Restore(path=str(tmp_path / "c")))
-    assert isinstance(reply, TrainFailed)
+    reply = refused(trainer, Restore(path=str(tmp_path / "c")))
     assert "lora_A.weight must have shape (2, 32), got (3, 32)" in reply.error
     reply = Trainer(make_config(), path, tmp_path).handle(Restore(path=str(tmp_path / "c")))
     assert isinstance(reply, TrainFailed)
@@ -216,7 +212,7 @@ def test_an_adapter_of_another_model_or_with_other_settings_is_refused(tmp_path:
     wider = make_model(tmp_path / "w", hidden=64)
     trainer = Trainer(make_config(lora=ALL), path, tmp_path)
     train(trainer, 1)
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    save_to(trainer, tmp_path / "c", export=True)
     adapter = tmp_path / "c" / "adapter"
 
     def check(base: Path, **changes: Any) -> None:
@@ -282,12 +278,10 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
 def test_bfloat16_is_close_and_the_export_has_it(tmp_path: Path) -> None:
     path = build("qwen3", tmp_path / "m")
     config = make_config(lora=ALL)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
-    )
+    config = changed(config, "model", dtype="bfloat16")
     trainer = Trainer(config, path, tmp_path)
     train(trainer, 2)
-    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    save_to(trainer, tmp_path / "c", export=True)
     exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert exported.keys() == load_file(path / "model.safetensors").keys()

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from rollweave.schema.training import Restore, Restored, Save, Saved, Trained, TrainOn
+from rollweave.schema.training import Restore, Restored
 from rollweave.train.checkpoint import load
 from rollweave.train.trainer import Trainer
 from tests.support.trainers import make_batch, make_config, make_model, peak_bytes
+from tests.train.asking import save_to, trained
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,10 @@ def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[to
 
     def step(number: int) -> None:
         batch = make_batch(number, step=number, groups=8, size=4)
-        assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
+        trained(trainer, batch)
 
     peak, _ = peak_bytes(lambda: step(0))
-    assert isinstance(trainer.handle(Save(path=str(run_dir / "c"))), Saved)
+    save_to(trainer, run_dir / "c")
     step(1)
     assert isinstance(trainer.handle(Restore(path=str(run_dir / "c"))), Restored)
     step(1)
@@ -62,7 +63,7 @@ def test_offloaded_moments_leave_the_gpu(model_dir: Path, tmp_path: Path) -> Non
         config = make_config(trainer={"save_memory": saved})
         trainer = Trainer(config, model_dir, tmp_path / f"saves {len(saved)}")
         before = torch.cuda.memory_allocated()
-        assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
+        trained(trainer, make_batch())
         used.append(torch.cuda.memory_allocated() - before)
         weights.append([parameter.cpu() for parameter in trainer._model.parameters()])
         trainer.close()

@@ -2,9 +2,7 @@
 one rank would have made.
 """
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,11 +14,8 @@ from rollweave.schema.weights import TensorMeta
 from rollweave.train.distributed import rows_of
 from rollweave.train.publishing import slice_of
 from rollweave.weights.views import StoredTensors
-from tests.support.forking import Forked
 from tests.support.trainers import make_model
-from tests.support.training import ROOT
-
-WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
+from tests.train.ranks import start_ranks
 
 
 def start(
@@ -28,31 +23,9 @@ def start(
 ) -> list[subprocess.Popen[str]]:
     """Start `world_size` ranks, the last one behind `prefix`."""
     model = make_model(directory / "m", **shape)
-    common = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world_size),
-        "STORE": str(directory / "store"),
-    }
-    common |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
-    return [
-        Forked(
-            [
-                *(prefix if rank == world_size - 1 else ()),
-                *WORKER,
-                case,
-                str(model),
-                str(directory / "out"),
-            ],
-            cwd=ROOT,
-            env=common | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    out = directory / "out"
+    return start_ranks(world_size, "publish_worker", out, case, model, prefix=prefix, **pipes)
 
 
 def wait_for_all(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:

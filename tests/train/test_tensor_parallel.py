@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.training import Restore, Restored, Trained, TrainOn
 from rollweave.train.distributed import (
     RankGroup,
     Split,
@@ -24,7 +23,7 @@ from rollweave.train.loading import examine
 from rollweave.train.trainer import Trainer
 from tests.support.architectures import build
 from tests.support.trainers import make_batch, make_config
-from tests.train.asking import published
+from tests.train.asking import published, restore_from, trained
 from tests.train.compare import assert_all_close
 from tests.train.rank_worker import CASE, run
 from tests.train.ranks import run_ranks
@@ -142,7 +141,7 @@ def test_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> 
     expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
     assert_all_close(exported, expected)
     trainer = Trainer(make_config(**CASE), path, tmp_path / "again")  # type: ignore[arg-type]
-    assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
-    assert isinstance(trainer.handle(TrainOn(batch=make_batch(2, step=2, size=2))), Trained)
+    restore_from(trainer, out / "c", step=2)
+    trained(trainer, make_batch(2, step=2, size=2))
     for key, tensor in published(trainer, 3).items():
         torch.testing.assert_close(tensor, alone[key], atol=1e-4, rtol=1e-3, msg=key)

@@ -6,6 +6,7 @@ import math
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +17,6 @@ from rollweave.schema.training import (
     Copied,
     Publish,
     Published,
-    Restore,
-    Restored,
     Save,
     Saved,
     SaveFailed,
@@ -27,28 +26,29 @@ from rollweave.schema.training import (
     TrainFailed,
     TrainOn,
 )
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import Batch, StopReason
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
-from tests.support.trainers import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config
 from tests.support.training import poisoned
 from tests.support.variants import mostly_extended
-from tests.train.asking import published, trained
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "m")
+from tests.train.asking import changed, published, refused, restore_from, same, save_to, trained
 
 
 def new_trainer(model_dir: Path, tmp_path: Path, config: RunConfig | None = None) -> Trainer:
     return Trainer(config or make_config(), model_dir, tmp_path)
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
+def with_each(batch: Batch, **fields: Any) -> Batch:
+    """Return the batch with these fields in each trajectory."""
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            trajectories=tuple(msgspec.structs.replace(t, **fields) for t in group.trajectories),
+        )
+        for group in batch.groups
     )
+    return msgspec.structs.replace(batch, groups=groups)
 
 
 def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_path: Path) -> None:
@@ -63,15 +63,12 @@ def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_pat
     after = published(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert "lm_head.weight" not in after  # tied weights are published once
-    expected = (
-        "loss reward_mean reward_std advantage_abs kl_rollout chi2 ess kl_reference entropy "
-        "clip_fraction mask_fraction"
-    )
-    expected += (
-        " age/0 overlong_fraction logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates "
-        "tokens input_tokens"
-    )
-    assert set(values) == {*expected.split(), "skipped_fraction", "tokens_per_s"}
+    expected = """
+    loss reward_mean reward_std advantage_abs kl_rollout chi2 ess kl_reference entropy clip_fraction
+    mask_fraction age/0 overlong_fraction logprob_gap_mean logprob_gap_max logprob_gap/e0
+    logprob_gap/e1 grad_norm lr updates tokens input_tokens skipped_fraction tokens_per_s
+    """
+    assert set(values) == {*expected.split()}
     assert all(math.isfinite(value) for value in values.values())
     assert values["updates"] == 4
     assert 0 < values["ess"] <= 1
@@ -122,8 +119,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     before = published(trainer)
-    wrong_step = trainer.handle(TrainOn(batch=make_batch(step=3)))
-    assert isinstance(wrong_step, TrainFailed)
+    wrong_step = refused(trainer, TrainOn(batch=make_batch(step=3)))
     assert "expected part 0 of step 0" in wrong_step.error
     batch = make_batch()
     first = batch.groups[0].trajectories[0]
@@ -140,8 +136,7 @@ def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> N
         group = msgspec.structs.replace(
             batch.groups[0], trajectories=(trajectory, *batch.groups[0].trajectories[1:])
         )
-        reply = trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=(group,))))
-        assert isinstance(reply, TrainFailed)
+        reply = refused(trainer, TrainOn(batch=msgspec.structs.replace(batch, groups=(group,))))
         assert not reply.nonfinite
         assert reply.groups == (group.id,)
     assert trainer.step == 0
@@ -152,14 +147,7 @@ def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path
     trainer = new_trainer(model_dir, tmp_path)
     before = published(trainer)
     batch = make_batch()
-    groups = tuple(
-        msgspec.structs.replace(
-            group,
-            trajectories=tuple(msgspec.structs.replace(t, reward=1.0) for t in group.trajectories),
-        )
-        for group in batch.groups
-    )
-    values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
+    values = trained(trainer, with_each(batch, reward=1.0))
     assert (values["updates"], values["skipped_fraction"], values["reward_mean"]) == (0, 1, 1)
     assert (values["mask_fraction"], values["age/0"]) == (0, 1)
     assert same(published(trainer), before)
@@ -189,18 +177,7 @@ def test_a_batch_of_dropped_trajectories_changes_nothing(model_dir: Path, tmp_pa
         config = make_config(overlong="drop", trainer={"minibatches": minibatches})
         trainer = new_trainer(model_dir, tmp_path / str(minibatches), config)
         before = published(trainer)
-        batch = make_batch()
-        groups = tuple(
-            msgspec.structs.replace(
-                group,
-                trajectories=tuple(
-                    msgspec.structs.replace(t, stop_reason=StopReason.MAX_TOKENS)
-                    for t in group.trajectories
-                ),
-            )
-            for group in batch.groups
-        )
-        values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
+        values = trained(trainer, with_each(make_batch(), stop_reason=StopReason.MAX_TOKENS))
         assert (values["overlong_fraction"], values["tokens"], values["updates"]) == (1, 0, 0)
         assert values["mask_fraction"] == 0
         assert same(published(trainer), before)
@@ -215,8 +192,7 @@ def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:
     half = trainer.handle(Save(path=str(tmp_path / "c")))
     assert isinstance(half, SaveFailed)
     assert "step 0 is incomplete" in half.error
-    again = trainer.handle(TrainOn(batch=make_batch(0, part=0, parts=2)))
-    assert isinstance(again, TrainFailed)
+    refused(trainer, TrainOn(batch=make_batch(0, part=0, parts=2)))
     trained(trainer, make_batch(1, part=1, parts=2, version=0))
     assert trainer.step == 1
 
@@ -236,12 +212,10 @@ def test_a_restored_trainer_continues_bitwise(
     for step in range(4):
         trained(first, make_batch(step, step=step))
         if step == 1:
-            assert isinstance(
-                first.handle(Save(path=str(tmp_path / "c" / "s2"), export=True)), Saved
-            )
+            save_to(first, tmp_path / "c" / "s2", export=True)
     second = new_trainer(model_dir, tmp_path / "b", config)
     trained(second, make_batch(9))  # a step that the restore discards
-    assert second.handle(Restore(path=str(tmp_path / "c" / "s2"))) == Restored(step=2)
+    restore_from(second, tmp_path / "c" / "s2", step=2)
     for step in (2, 3):
         trained(second, make_batch(step, step=step))
     assert same(published(first), published(second))
@@ -274,9 +248,7 @@ def test_bfloat16_computes_where_the_cpu_can_and_publishes_in_bfloat16(
     monkeypatch.setattr("rollweave.io.machine.has_bfloat16", lambda: native)
     full = trained(new_trainer(model_dir, tmp_path / "full"), make_batch())
     config = make_config()
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
-    )
+    config = changed(config, "model", dtype="bfloat16")
     trainer = new_trainer(model_dir, tmp_path / "short", config)
     values = trained(trainer, make_batch())
     assert math.isfinite(values["loss"])
@@ -291,7 +263,7 @@ def test_random_batches_never_make_the_trainer_raise(model_dir: Path, tmp_path: 
     rng = random.Random(3)
     for step in range(8):
         batch = make_batch(step, step=step, groups=rng.randint(1, 2), size=rng.randint(1, 4))
-        assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
+        trained(trainer, batch)
 
 
 def test_a_checkpoint_may_follow_the_report_of_the_one_before(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rollweave.schema.errors import TrainerError
-from rollweave.schema.training import Restore, Restored, Save, Saved, TrainOn
+from rollweave.schema.training import Save, Saved, TrainOn
 from rollweave.train.loading import (
     examine,
     implementation_of,
@@ -31,7 +31,7 @@ from tests.support import tiny_models
 from tests.support.architectures import CONFIGURATIONS, build, read
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_slow
-from tests.train.asking import published
+from tests.train.asking import published, restore_from
 from tests.train.compare import assert_all_close
 from tests.train.oracle import loss_of, oracle
 from tests.train.rank_worker import run
@@ -113,7 +113,7 @@ def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name:
     for key, parameter in trainer._model.named_parameters():
         assert torch.equal(trained.get_parameter(key), parameter), key
     trainer.handle(TrainOn(batch=make_batch(1, step=1)))
-    assert trainer.handle(Restore(path=str(tmp_path / "c"))) == Restored(step=1)
+    restore_from(trainer, tmp_path / "c", step=1)
     assert all(torch.equal(tensor, after[key]) for key, tensor in published(trainer, 3).items())
 
 

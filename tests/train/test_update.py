@@ -18,18 +18,13 @@ from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages
 from rollweave.train.losses import IS_CAP
 from rollweave.train.trainer import Trainer
-from tests.support.trainers import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config
 from tests.support.variants import mostly_slow
-from tests.train.asking import published
+from tests.train.asking import changed, published, trained
 from tests.train.compare import assert_all_close
 
 TEMPERATURE = 0.8
 BUDGET = 1024  # of the trajectories of `builders`
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "m")
 
 
 def slow_logprobs(model: Any, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,9 +171,7 @@ def configured(**algorithm: Any) -> RunConfig:
     config = make_config(
         trainer={"epochs": 3, "lr": 3e-3, "micro_tokens": 60, "weight_decay": 0.01}, **algorithm
     )
-    return config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})}
-    )
+    return changed(config, "rollout", temperature=TEMPERATURE)
 
 
 CASES: list[dict[str, Any]] = [
@@ -217,7 +210,7 @@ def test_training_equals_the_slow_trainer(
     ]
     trainer = Trainer(config, model_dir, tmp_path)
     for batch in batches:
-        assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
+        trained(trainer, batch)
     assert_all_close(published(trainer, 2), slow_training(model_dir, batches, config))
 
 

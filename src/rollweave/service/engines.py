@@ -131,9 +131,6 @@ class EngineTokens:
             others = {name: value for name, value in self._tokens.items() if name != engine_id}
             self._write({**others, engine_id: token} if token else others)
 
-    def remove(self, engine_id: str) -> None:
-        self.put(engine_id, "")
-
     def _write(self, tokens: _Tokens) -> None:
         replace_file(self._path, msgspec.json.encode(tokens), mode=0o600)
         self._tokens = tokens
@@ -323,7 +320,7 @@ class EngineRegistry:
 
     def _forget(self, engine_id: EngineId) -> None:
         self._jobs.remove_engine(engine_id)
-        self._tokens.remove(engine_id)
+        self._tokens.put(engine_id, "")
         self._requests.pop(engine_id, None)
         self._problems.pop(engine_id, None)
         self._unreachable.pop(engine_id, None)

@@ -30,6 +30,7 @@ from rollweave.schema.service import (
     RolloutStatus,
     RolloutStatuses,
 )
+from rollweave.service import rollouts
 from rollweave.service.base import UnknownError
 from rollweave.service.engines import check_engine_host
 from rollweave.service.routes import (
@@ -142,7 +143,7 @@ class Api:
 
     async def submit(self, body: bytes) -> RolloutStatus | RolloutStatuses:
         """Submit rollouts."""
-        requests, is_batch = await decode_requests(body, max_requests=self._rollouts.queue)
+        requests, is_batch = await decode_requests(body, max_requests=rollouts.QUEUE)
         statuses = await self._rollouts.submit(requests)
         return RolloutStatuses(rollouts=tuple(statuses)) if is_batch else statuses[0]
 
@@ -254,7 +255,7 @@ class Api:
         ]
         samples += [
             Sample("counter", "delivered_total", count, {"stop_reason": reason})
-            for reason, count in self._service.delivered_by_reason().items()
+            for reason, count in self._service.world.state.counters.delivered.items()
         ]
         samples += [
             Sample("gauge", "engine_running", one.running, {"engine": str(one.id)})

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -115,10 +116,10 @@ def serve(
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
         launch = _Launch(
-            config,
-            run,
-            source,
-            codec,
+            config=config,
+            directory=run,
+            source=source,
+            codec=codec,
             token=None if access.no_token else token_given or kept_token(run.token),
             access=access,
             inproc=inproc,
@@ -152,26 +153,22 @@ def _check_jobs_match_journal(run: RunDir, state: State, jobs: JobStore) -> None
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Launch:
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDir,
-        source: TaskSource,
-        codec: ChatCodec,
-        *,
-        token: str | None,
-        access: Access,
-        inproc: bool,
-        programs: Programs,
-        make_backend: BackendFactory,
-    ) -> None:
-        self._config, self._run, self._source, self._codec = config, run, source, codec
-        self._token, self._inproc, self._programs = token, inproc, programs
-        self._make_backend, self._access = make_backend, access
+    """A service that is being launched; the fields are those of `serve`."""
+
+    config: RunConfig
+    directory: RunDir
+    source: TaskSource
+    codec: ChatCodec
+    token: str | None
+    access: Access
+    inproc: bool
+    programs: Programs
+    make_backend: BackendFactory
 
     async def run(self, observer: ServiceObserver, on_service: Callable[[Service], None]) -> None:
-        config, run = self._config, self._run
+        config, run = self.config, self.directory
         with (
             recorded(config, run, serving=True) as records,
             begun(records, limit=SERVICE_LIMIT, renew=True) as life,
@@ -184,7 +181,7 @@ class _Launch:
                 config,
                 jobs=jobs,
                 tokens=EngineTokens(run.engine_tokens),
-                source=self._source,
+                source=self.source,
                 store=life.store,
             )
             service.on_warning = observer.on_warning
@@ -192,15 +189,15 @@ class _Launch:
             processes = Processes(
                 config,
                 run,
-                hosts_here(0, self._programs),
+                hosts_here(0, self.programs),
                 words=(),
-                inproc=self._inproc,
+                inproc=self.inproc,
                 on_ready=lambda: None,
                 version=0,
             )
             with wired(
                 life,
-                self._source,
+                self.source,
                 processes,
                 show=observer.on_warning,
                 warn=service.warned,
@@ -219,7 +216,7 @@ class _Launch:
             raise EngineError("it was withdrawn")
         unreachable = functools.partial(service.engines.note_unreachable, slot.id)
         try:
-            return self._make_backend(request, f"engine {slot.id}.{epoch}", unreachable)
+            return self.make_backend(request, f"engine {slot.id}.{epoch}", unreachable)
         except (RollweaveError, ValueError) as error:
             # a wrong registration must not end the service
             raise EngineError(str(error)) from error
@@ -227,17 +224,17 @@ class _Launch:
     async def _serve(
         self, world: ServiceWorld, service: Service, observer: ServiceObserver
     ) -> None:
-        config = self._config.serve
-        engines = first_engines(self._config) if config.engines == "local" else ()
-        machine = machine_of(self._config, relays=0, inproc=self._inproc)
+        config = self.config.serve
+        engines = first_engines(self.config) if config.engines == "local" else ()
+        machine = machine_of(self.config, relays=0, inproc=self.inproc)
         first = world.life.first(engines, machine, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-        service.attach(world)
+        service.world.world = world
         running = asyncio.create_task(world.run(first))
 
         def stop(drain: bool) -> None:
             observer.on_stopping(drain)
-            service.close(drain=drain)
+            service.world.stop(drain=drain)
 
         def stop_from_any_thread(drain: bool) -> None:
             loop.call_soon_threadsafe(stop, drain)
@@ -245,25 +242,25 @@ class _Launch:
         await asyncio.sleep(0)  # the world posts the first event
         service.restore()
         hosts = Hosts.parse(config.engine_hosts, field="serve.engine_hosts")
-        prorl = ProRL(service, codec=self._codec, hosts=hosts)
+        prorl = ProRL(service, codec=self.codec, hosts=hosts)
         app = http.make_app(service, hosts, prorl.routes())
-        guard = Guard(token=self._token, hosts=self._access.names)
+        guard = Guard(token=self.token, hosts=self.access.names)
 
         def on_listening(address: str) -> None:
-            replace_file(self._run.address, address.encode())
-            observer.on_ready(address, self._token, stop_from_any_thread)
+            replace_file(self.directory.address, address.encode())
+            observer.on_ready(address, self.token, stop_from_any_thread)
 
         answering = asyncio.create_task(
-            _answer(app, self._access, guard, stopped=stopped, on_listening=on_listening)
+            _answer(app, self.access, guard, stopped=stopped, on_listening=on_listening)
         )
         try:
             # the first signal drains, the second cancels
-            with on_ending_signals(lambda: stop(not service.closed)):
+            with on_ending_signals(lambda: stop(not service.world.closed)):
                 await asyncio.wait([running, answering], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            service.end()
+            service.rollouts.end()
             stopped.set()
-            self._run.address.unlink(missing_ok=True)
+            self.directory.address.unlink(missing_ok=True)
             cancelled = running.cancel()
             await asyncio.gather(running, answering, return_exceptions=True)
         if not (cancelled and running.cancelled()):

@@ -222,11 +222,6 @@ class RolloutManager:
 
     # Requests.
 
-    @property
-    def queue(self) -> int:
-        """Maximum number of rollouts that may wait to begin."""
-        return QUEUE
-
     def environments(self) -> dict[str, str]:
         """Map each task domain for which rollouts may be requested to its environment
         or handler.
@@ -250,10 +245,10 @@ class RolloutManager:
             if earlier is None and not self._is_known(job_id, request):
                 new[job_id] = request
         members = sum(request.members for request in new.values())
-        free = self.queue - len(self._world.state.pools.queued) - self._submitting
+        free = QUEUE - len(self._world.state.pools.queued) - self._submitting
         if members > free:
             raise FullError(
-                f"at most {self.queue} rollouts may wait to begin; {max(0, free)} more would fit"
+                f"at most {QUEUE} rollouts may wait to begin; {max(0, free)} more would fit"
             )
         self._submitting += members
         try:

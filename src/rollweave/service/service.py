@@ -2,11 +2,10 @@
 world.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.store import TrajectoryStore
-from rollweave.runtime.live_world import ServiceWorld
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import Health
@@ -20,7 +19,9 @@ class Service:
     """The object that the APIs of a service call: `rollouts`, `engines`, and its own
     status.
 
-    A world must be attached before any request.
+    The world must be attached to `world` before any request, and before it runs: a
+    recovered world first delivers again the results that were never acknowledged. After
+    the world has ended, `rollouts.end` wakes all that wait for results.
     """
 
     def __init__(
@@ -32,23 +33,17 @@ class Service:
         source: TaskSource,
         store: TrajectoryStore,
     ) -> None:
-        self._world, self._jobs = WorldPort(), jobs
-        self.engines = EngineRegistry(self._world, jobs=jobs, tokens=tokens, warn=self.warned)
+        self.world, self._jobs = WorldPort(), jobs
+        self.engines = EngineRegistry(self.world, jobs=jobs, tokens=tokens, warn=self.warned)
         self.rollouts = RolloutManager(
             config,
-            self._world,
+            self.world,
             jobs=jobs,
             source=source,
             store=store,
             waits_for=self.engines.waits_for,
         )
         self.on_warning: Callable[[Warn], None] = lambda _: None
-
-    def attach(self, world: ServiceWorld) -> None:
-        """Attach the world. Call before it runs: a recovered world first delivers again
-        the results that were never acknowledged.
-        """
-        self._world.world = world
 
     def restore(self) -> None:
         """Submit again the rollouts, and register again the engines, that the core does
@@ -77,16 +72,15 @@ class Service:
 
     # Status.
 
-    @property
-    def closed(self) -> bool:
-        """True if the service refuses new requests."""
-        return self._world.closed
-
     def health(self) -> Health:
         """Return whether rollouts can begin, and the counts of what there is."""
-        state = self._world.state
+        state = self.world.state
         return Health(
-            status="closing" if self.closed else "ok" if self.engines.serving() else "no engine",
+            status="closing"
+            if self.world.closed
+            else "ok"
+            if self.engines.serving()
+            else "no engine",
             reason=self.engines.waits_for(),
             queued=len(state.pools.queued),
             init=len(state.pools.init),
@@ -99,19 +93,3 @@ class Service:
             submitted=state.counters.submitted,
             output_tokens=state.counters.output_tokens,
         )
-
-    def delivered_by_reason(self) -> Mapping[str, int]:
-        """Count delivered rollouts by stop reason."""
-        return dict(self._world.state.counters.delivered)
-
-    # Shutdown.
-
-    def close(self, *, drain: bool) -> None:
-        """Refuse new requests, and end: after the accepted rollouts are done (`drain`),
-        or at once.
-        """
-        self._world.stop(drain=drain)
-
-    def end(self) -> None:
-        """Wake all that wait for results. Call after the world has ended."""
-        self.rollouts.end()

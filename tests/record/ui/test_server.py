@@ -3,6 +3,7 @@ line.
 """
 
 import asyncio
+import itertools
 import shutil
 import threading
 from collections.abc import AsyncIterator
@@ -47,18 +48,18 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 PATHS = [*FILES, "/api/runs", "/api/run?run=made-up", "/metrics", "/api/nothing"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("token", [None, "wrong", TOKEN[:-1], "", "ä"])
 async def test_without_the_token_there_is_one_line(
-    address: str, session: aiohttp.ClientSession, path: str, token: str | None
+    address: str, session: aiohttp.ClientSession
 ) -> None:
-    separator = "&" if "?" in path else "?"
-    asked = path if token is None else f"{path}{separator}token={token}"
-    async with session.get(address + asked) as answer:
-        assert answer.status == 403
-        assert await answer.text() == WRONG_TOKEN + "\n"
-    async with session.get(address + path, headers={"Authorization": f"Bearer {token}x"}) as answer:
-        assert answer.status == 403
+    for path, token in itertools.product(PATHS, (None, "wrong", TOKEN[:-1], "", "ä")):
+        separator = "&" if "?" in path else "?"
+        asked = path if token is None else f"{path}{separator}token={token}"
+        async with session.get(address + asked) as answer:
+            assert answer.status == 403, asked
+            assert await answer.text() == WRONG_TOKEN + "\n"
+        bearer = {"Authorization": f"Bearer {token}x"}
+        async with session.get(address + path, headers=bearer) as answer:
+            assert answer.status == 403, bearer
 
 
 async def test_the_printed_address_sets_a_cookie_and_loses_the_token(
@@ -88,29 +89,28 @@ async def test_a_bearer_is_admitted_too(address: str, session: aiohttp.ClientSes
         assert 'rollweave_run_up{run="made-up",state="finished"} 0' in await answer.text()
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "line"),
-    [
-        ("/api/run?run=gone", 404, "there is no run 'gone' in "),
-        ("/api/run?run=../made-up", 404, "there is no run '../made-up' in "),
-        ("/api/attempt?run=made-up&id=g77.0", 404, "there is no attempt g77.0 in made-up"),
-        ("/api/attempts?run=made-up&least=high", 400, "least must be a number, got 'high'"),
-        ("/api/attempts?run=made-up&limit=%EF%BC%91", 400, "limit must be a number from 1 to 200"),
-        ("/api/attempts?run=made-up&limit=9000", 400, "limit must be a number from 1 to 200"),
-        ("/api/attempts?run=made-up&order=any", 400, "order must be one of newest, oldest"),
-        ("/api/lanes?run=made-up&bins=nan", 400, "bins must be a number from 1 to 1000"),
-        ("/api/nothing", 404, "Not Found"),
-    ],
-)
-async def test_a_mistake_is_one_line(
-    address: str, session: aiohttp.ClientSession, path: str, status: int, line: str
-) -> None:
+MISTAKES = [
+    ("/api/run?run=gone", 404, "there is no run 'gone' in "),
+    ("/api/run?run=../made-up", 404, "there is no run '../made-up' in "),
+    ("/api/attempt?run=made-up&id=g77.0", 404, "there is no attempt g77.0 in made-up"),
+    ("/api/attempts?run=made-up&least=high", 400, "least must be a number, got 'high'"),
+    ("/api/attempts?run=made-up&limit=%EF%BC%91", 400, "limit must be a number from 1 to 200"),
+    ("/api/attempts?run=made-up&limit=9000", 400, "limit must be a number from 1 to 200"),
+    ("/api/attempts?run=made-up&order=any", 400, "order must be one of newest, oldest"),
+    ("/api/lanes?run=made-up&bins=nan", 400, "bins must be a number from 1 to 1000"),
+    ("/api/nothing", 404, "Not Found"),
+]
+"""Paths with a mistake, with the status and a part of the line that answers it."""
+
+
+async def test_a_mistake_is_one_line(address: str, session: aiohttp.ClientSession) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with session.get(address + path, headers=headers) as answer:
-        assert answer.status == status
-        error = (await answer.json())["error"]
-        assert line in error
-        assert "\n" not in error
+    for path, status, line in MISTAKES:
+        async with session.get(address + path, headers=headers) as answer:
+            assert answer.status == status
+            error = (await answer.json())["error"]
+            assert line in error
+            assert "\n" not in error
 
 
 async def test_every_view_is_answered_and_nothing_is_written(

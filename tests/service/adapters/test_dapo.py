@@ -3,10 +3,12 @@ carried-over groups, and failures.
 """
 
 import asyncio
+import contextlib
 import itertools
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,9 @@ from rollweave.service.adapters.dapo import (
     TasksOverError,
 )
 from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
-from tests.service.api import call, wait_until
+from tests.service.api import get, wait_until
 from tests.support.accounts import balances
-from tests.support.rollout_service import Program, service_config, serving
+from tests.support.rollout_service import Program, Serving, service_config, serving
 
 GOOD, SAME = [0.0, 1.0], [1.0, 1.0]
 
@@ -56,12 +58,20 @@ def is_idle(health: Any) -> bool:
 RULE = DapoRule(groups=2, group_size=2, under_way=4, staleness=1)
 
 
+@contextlib.asynccontextmanager
+async def batches_of(
+    service: Serving | Program, tasks: Iterator[RolloutRequest], rule: DapoRule
+) -> AsyncIterator[DapoBatches]:
+    async with (
+        RolloutClient(service.address) as client,
+        DapoBatches(client, tasks, rule) as batches,
+    ):
+        yield batches
+
+
 async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, endless("a", GOOD, SAME), RULE) as batches,
-        ):
+        async with batches_of(service, endless("a", GOOD, SAME), RULE) as batches:
             used: set[str] = set()
             for version in range(6):
                 batch = await batches.next(version=version)
@@ -84,7 +94,7 @@ async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -
                 0,
             )
         assert (batches.account.carried, balances(batches.account)) == (0, True)
-        await wait_until(service.address, "/health", is_idle)
+        await wait_until(service, "/health", is_idle)
 
 
 async def test_a_full_batch_is_returned_at_once_and_cancels_stale_groups(tmp_path: Path) -> None:
@@ -93,29 +103,19 @@ async def test_a_full_batch_is_returned_at_once_and_cancels_stale_groups(tmp_pat
     with serving(config(tmp_path)) as service:
         rule = DapoRule(groups=2, group_size=2, under_way=3, staleness=0)
         tasks = itertools.chain([slow], endless("b", GOOD))
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, tasks, rule) as batches,
-        ):
+        async with batches_of(service, tasks, rule) as batches:
             first, second = names(await batches.next(version=0))
             assert (first[0], second[0]) == ("b", "b")  # whichever were done first
             # the slow group is cancelled, because its gate never opened
-            await wait_until(service.address, "/health", is_idle)
-            assert service_reasons(await call(service.address, "GET", "/metrics")) >= {
-                "cancelled",
-                "finished",
-            }
+            await wait_until(service, "/health", is_idle)
+            reasons = delivered(await get(service, "/metrics"))
+            assert reasons >= {"cancelled", "finished"}
             assert (batches.account.cancelled > 0, batches.account.carried) == (True, 0)
             assert len((await batches.next(version=1)).groups) == 2
 
 
-def service_reasons(answer: tuple[int, Any, Any]) -> set[str]:
-    text = answer[1].decode()
-    return {
-        line.split('"')[1]
-        for line in text.splitlines()
-        if line.startswith("rollweave_delivered_total{")
-    }
+def delivered(metrics: bytes) -> set[str]:
+    return {*re.findall(r'rollweave_delivered_total{stop_reason="(\w+)"}', metrics.decode())}
 
 
 async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Path) -> None:
@@ -123,10 +123,7 @@ async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Pat
     slow = draw("slow", GOOD, gate=str(gate))
     with serving(config(tmp_path)) as service:
         tasks = itertools.chain([slow], (draw(f"c{n}", GOOD) for n in range(2)))
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, tasks, RULE) as batches,
-        ):
+        async with batches_of(service, tasks, RULE) as batches:
             assert sorted(names(await batches.next(version=0))) == ["c0", "c1"]
             assert batches.account.carried == 1
             waiting = asyncio.create_task(batches.next(version=1))
@@ -140,13 +137,10 @@ async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Pat
 
 async def test_rollouts_continue_while_the_trainer_trains(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, endless("d", GOOD), RULE) as batches,
-        ):
+        async with batches_of(service, endless("d", GOOD), RULE) as batches:
             await batches.next(version=0)
             # all groups for the next batch are done
-            await wait_until(service.address, "/health", is_idle)
+            await wait_until(service, "/health", is_idle)
             started = batches.account.started
             assert batches.account.carried >= 2
             batch = await batches.next(version=1)
@@ -158,12 +152,9 @@ async def test_cancelling_next_loses_nothing(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     tasks = (draw(f"e{n}", GOOD, gate=str(gate)) for n in range(2))
     with serving(config(tmp_path)) as service:
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, tasks, RULE) as batches,
-        ):
+        async with batches_of(service, tasks, RULE) as batches:
             waiting = asyncio.create_task(batches.next(version=0))
-            await wait_until(service.address, "/health", lambda health: health["run"] == 4)
+            await wait_until(service, "/health", lambda health: health["run"] == 4)
             with pytest.raises(RuntimeError, match="only one call of next may be pending"):
                 await batches.next(version=0)
             waiting.cancel()
@@ -177,10 +168,7 @@ async def test_replaces_failed_members_and_groups(tmp_path: Path) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
         rule = DapoRule(groups=2, group_size=3, under_way=4, staleness=1)
         tasks = endless("f", ["broken", 0.0, 1.0], ["broken"])
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, tasks, rule) as batches,
-        ):
+        async with batches_of(service, tasks, rule) as batches:
             batch = await batches.next(version=0)
             assert [sorted(group.rewards) for group in batch.groups] == [[0.0, 1.0]] * 2
             assert batches.account.failed > 0
@@ -198,14 +186,11 @@ async def test_fails_if_a_batch_can_never_be_full(
 ) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
         rule = DapoRule(groups=1, group_size=2, under_way=2, staleness=1)
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, endless("g", kind), rule) as batches,
-        ):
+        async with batches_of(service, endless("g", kind), rule) as batches:
             for _ in range(2):
                 with pytest.raises(DapoError, match=message):
                     await batches.next(version=0)
-            await wait_until(service.address, "/health", is_idle)
+            await wait_until(service, "/health", is_idle)
 
 
 async def test_retries_while_the_service_is_full(
@@ -214,10 +199,7 @@ async def test_retries_while_the_service_is_full(
     monkeypatch.setattr(rollouts, "QUEUE", 3)
     with serving(config(tmp_path, rollout={"max_running": 2})) as service:
         rule = DapoRule(groups=4, group_size=2, under_way=8, staleness=1)
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, endless("h", GOOD), rule) as batches,
-        ):
+        async with batches_of(service, endless("h", GOOD), rule) as batches:
             for version in range(2):
                 assert len((await batches.next(version=version)).groups) == 4
             assert batches.account.failed == 0
@@ -231,12 +213,9 @@ async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_por
     tasks = (draw(f"i{n}", GOOD, gate=str(gate)) for n in range(2))
     program = Program(run_config, port=unused_tcp_port)
     try:
-        async with (
-            RolloutClient(program.address) as client,
-            DapoBatches(client, tasks, RULE) as batches,
-        ):
+        async with batches_of(program, tasks, RULE) as batches:
             waiting = asyncio.create_task(batches.next(version=0))
-            await wait_until(program.address, "/health", lambda health: health["run"] == 4)
+            await wait_until(program, "/health", lambda health: health["run"] == 4)
             program.kill()
             gate.touch()
             program = await asyncio.to_thread(Program, run_config, port=unused_tcp_port)
@@ -273,26 +252,25 @@ async def test_raises_the_error_of_a_wrong_task(tmp_path: Path) -> None:
             async with DapoBatches(client, broken(), RULE) as batches:
                 with pytest.raises(LookupError, match="no tasks here"):
                     await batches.next(version=0)
-        await wait_until(service.address, "/health", is_idle)
+        await wait_until(service, "/health", is_idle)
 
 
-@pytest.mark.parametrize("pauses", range(8))
-async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path, pauses: int) -> None:
+async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path) -> None:
     """Requests may still be under way."""
     tasks = (draw(f"l{n}", GOOD, gate=str(tmp_path / "gate")) for n in itertools.count())
+    rule = DapoRule(groups=8, group_size=2, under_way=8, staleness=1)
     with serving(config(tmp_path)) as service:
-        async with RolloutClient(service.address) as client:
-            batches = DapoBatches(
-                client, tasks, DapoRule(groups=8, group_size=2, under_way=8, staleness=1)
-            )
-            waiting = asyncio.create_task(batches.next(version=0))
-            for _ in range(pauses * pauses):
-                await asyncio.sleep(0)
-            await batches.close()
-            with pytest.raises(DapoError, match="closed"):
-                await waiting
-            await wait_until(service.address, "/health", is_idle)
-            assert (batches.account.carried, balances(batches.account)) == (0, True)
+        for pauses in range(8):
+            async with RolloutClient(service.address) as client:
+                batches = DapoBatches(client, tasks, rule)
+                waiting = asyncio.create_task(batches.next(version=0))
+                for _ in range(pauses * pauses):
+                    await asyncio.sleep(0)
+                await batches.close()
+                with pytest.raises(DapoError, match="closed"):
+                    await waiting
+                await wait_until(service, "/health", is_idle)
+                assert (batches.account.carried, balances(batches.account)) == (0, True)
 
 
 def test_batches_without_an_event_loop(tmp_path: Path) -> None:
@@ -332,10 +310,7 @@ async def test_an_invalid_task_ends_a_pending_next(tmp_path: Path) -> None:
     """The task is drawn when another group is done, while `next` is pending."""
     tasks: Any = iter([*(draw(f"e{number}", SAME) for number in range(4)), {"handler": "game"}])
     with serving(config(tmp_path)) as service:
-        async with (
-            RolloutClient(service.address) as client,
-            DapoBatches(client, tasks, RULE) as batches,
-        ):
+        async with batches_of(service, tasks, RULE) as batches:
             with pytest.raises(TypeError, match="tasks must be of RolloutRequest"):
                 await batches.next(version=0)
             assert balances(batches.account)

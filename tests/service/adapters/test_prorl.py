@@ -11,13 +11,13 @@ import pytest
 
 from rollweave.service.adapters.prorl import task_domain
 from rollweave.service.engines import backend_factory
-from tests.service.api import call, wait_until
+from tests.service.api import call, get, wait_until
 from tests.support.rollout_service import Serving, service_config, serving
 from tests.support.services import elsewhere, registered
 
 
 async def post(service: Serving, path: str, body: Any = None) -> tuple[int, Any]:
-    status, answer, _ = await call(service.address, "POST", path, body if body is not None else {})
+    status, answer, _ = await call(service, "POST", path, body if body is not None else {})
     return status, answer
 
 
@@ -52,9 +52,7 @@ async def test_runs_the_requests_of_a_client(tmp_path: Path) -> None:
         status, answer = await post(service, "/start")
         assert (status, set(answer)) == (400, {"detail"})  # which its clients take for good
         await wait_until(
-            service.address,
-            "/v1/engines",
-            lambda answer: answer["engines"][0]["status"] == "serving",
+            service, "/v1/engines", lambda answer: answer["engines"][0]["status"] == "serving"
         )
         answers = await asyncio.gather(
             *(post(service, "/process", job(number, job_id="again")) for number in range(6))
@@ -78,7 +76,7 @@ async def test_runs_the_requests_of_a_client(tmp_path: Path) -> None:
                 second["input_ids"][len(first["input_ids"]) :][: len(first["token_ids"])]
                 == first["token_ids"]
             )
-        _, status_reply, _ = await call(service.address, "GET", "/status")
+        status_reply = await get(service, "/status")
         assert (status_reply["total"], status_reply["active_run"]) == (0, 0)
         assert await post(service, "/stop") == (200, {"status": "Server stopped successfully"})
         assert (await post(service, "/process", job(0)))[0] == 503
@@ -89,7 +87,7 @@ async def test_cancels_jobs_by_id_by_disconnecting_and_by_stopping(tmp_path: Pat
     with serving(config) as service:
         await post(service, "/start")
         named = asyncio.create_task(post(service, "/process", job(0, job_id="one")))
-        await wait_until(service.address, "/health", lambda health: health["run"] == 1)
+        await wait_until(service, "/health", lambda health: health["run"] == 1)
         assert await post(service, "/cancel", {"job_id": "one"}) == (
             200,
             {"status": "Job one canceled successfully"},
@@ -103,15 +101,13 @@ async def test_cancels_jobs_by_id_by_disconnecting_and_by_stopping(tmp_path: Pat
         )
         assert (await post(service, "/cancel", {"job_id": "one"}))[0] == 404
         leaving = asyncio.create_task(post(service, "/process", job(1)))
-        await wait_until(service.address, "/health", lambda health: health["run"] == 1)
+        await wait_until(service, "/health", lambda health: health["run"] == 1)
         leaving.cancel()
-        await wait_until(
-            service.address, "/health", lambda health: health["run"] + health["closing"] == 0
-        )
+        await wait_until(service, "/health", lambda health: health["run"] + health["closing"] == 0)
         waiting = [
             asyncio.create_task(post(service, "/process", job(number))) for number in range(3)
         ]
-        await wait_until(service.address, "/health", lambda health: health["run"] == 3)
+        await wait_until(service, "/health", lambda health: health["run"] == 3)
         await post(service, "/stop")
         assert [(await task)[1]["success"] for task in waiting] == [False] * 3
 
@@ -200,7 +196,7 @@ async def test_prorls_client_runs_unchanged(tmp_path: Path, source: dict[str, st
             assert (status, answer["instance_id"], answer["critical_error"]) == (200, "i", None), (
                 answer["error"]
             )
-            _, engines, _ = await call(service.address, "GET", "/v1/engines")
+            engines = await get(service, "/v1/engines")
             assert [engine["address"] for engine in engines["engines"]] == [address]
 
 

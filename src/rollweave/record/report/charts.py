@@ -14,13 +14,16 @@ from rollweave.record.report.svg import (
     WIDTH,
     Frame,
     area,
+    box,
     dots,
     escape,
+    grid_line,
     nice_ticks,
     number,
     path,
     smoothed,
     stacked_over,
+    text,
 )
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
 
@@ -158,15 +161,13 @@ def _curves(
     for task, color in _colored(data.tasks):
         of_task = points.get(task, [])
         smooth = smoothed([y for _, y in of_task], max(1, len(of_task) // 20))
-        parts.append(
-            path(frame, of_task, f'stroke="var({color})" stroke-width="1" stroke-opacity=".28"')
-        )
-        parts.append(
-            path(frame, [(x, y) for (x, _), y in zip(of_task, smooth, strict=True)], _stroke(color))
-        )
+        averaged = [(x, y) for (x, _), y in zip(of_task, smooth, strict=True)]
         labels = [f"{task} at step {x}: {y:.3f} held out" for x, y in marks.get(task, [])]
-        style = f'fill="var({color})" stroke="var(--page)" stroke-width="1.5"'
-        parts.append(dots(frame, marks.get(task, []), style, labels))
+        parts += [
+            path(frame, of_task, f'stroke="var({color})" stroke-width="1" stroke-opacity=".28"'),
+            path(frame, averaged, _stroke(color)),
+            dots(frame, marks.get(task, []), _dot(color), labels),
+        ]
     return frame.wrap(*parts, title="success by task" if share else "training reward by task")
 
 
@@ -186,15 +187,7 @@ def evaluation_chart(data: RunData) -> str:
             if task in line["success"]
         ]
         labels = [f"{task} after {x:.0f} s: {y:.3f}" for x, y in marks]
-        parts.append(path(frame, marks, _stroke(color)))
-        parts.append(
-            dots(
-                frame,
-                marks,
-                f'fill="var({color})" stroke="var(--page)" stroke-width="1.5"',
-                labels,
-            )
-        )
+        parts += [path(frame, marks, _stroke(color)), dots(frame, marks, _dot(color), labels)]
     return frame.wrap(*parts, title="held-out success over wall time")
 
 
@@ -210,7 +203,7 @@ def idle_over_steps(data: RunData) -> str:
             colors,
             x=steps,
             label="training step",
-            title=f"{component} by cause over steps",
+            caption=f"{component} by cause over steps",
         )
         figures.append(
             f"<figure>{chart}<figcaption>{component.capitalize()} over training"
@@ -266,6 +259,10 @@ def _binned(
 
 def _colored(tasks: Sequence[str]) -> list[tuple[str, str]]:
     return [(task, TASK_COLOURS[index % len(TASK_COLOURS)]) for index, task in enumerate(tasks)]
+
+
+def _dot(color: str) -> str:
+    return f'fill="var({color})" stroke="var(--page)" stroke-width="1.5"'
 
 
 def _stroke(color: str) -> str:
@@ -324,15 +321,13 @@ def timeline_overview(data: RunData) -> str:
             f"{LEFT + (at + 0.5) / BINS * (WIDTH - LEFT):.1f},{floor - value / most * height:.1f}"
             for at, value in enumerate(values)
         )
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH}" y1="{floor}" y2="{floor}"/>'
+        parts += [
+            grid_line(LEFT, WIDTH, floor, floor),
             f'<polygon points="{LEFT},{floor} {places} {WIDTH},{floor}" fill="var({color})" '
-            'fill-opacity=".75"/>'
-            f'<text class="name" x="{LEFT - 12}" y="{floor - 16}" '
-            f'text-anchor="end">{escape(name)}</text>'
-            f'<text class="tick" x="{LEFT - 12}" y="{floor - 2}" '
-            f'text-anchor="end">{_peak(name, most)}</text>'
-        )
+            'fill-opacity=".75"/>',
+            text("name", LEFT - 12, floor - 16, escape(name), "end"),
+            text("tick", LEFT - 12, floor - 2, _peak(name, most), "end"),
+        ]
     bottom = len(rows) * (height + gap)
     parts.append(_time_axis(0, end, bottom))
     return _svg(bottom + 36, parts, "load of engines, environments and trainer over the run")
@@ -402,12 +397,8 @@ def _box(span: TraceSpan, index: int, start: float, end: float) -> str:
         for at in (span.start, span.end)
     )
     color = SPAN_COLORS.get(span.kind, "--gray")
-    return (
-        f'<rect x="{left:.1f}" y="{index * LANE + 1}" width="{max(0.6, right - left):.1f}" '
-        f'height="{LANE - 2}" '
-        f'fill="var({color})"><title>{escape(span.name)}: {span.end - span.start:.3f} '
-        "s</title></rect>"
-    )
+    title = f"{span.name}: {span.end - span.start:.3f} s"
+    return box(left, index * LANE + 1, max(0.6, right - left), LANE - 2, color, title)
 
 
 def _lane_names(lanes: Sequence[tuple[int, int, str]]) -> str:
@@ -418,15 +409,10 @@ def _lane_names(lanes: Sequence[tuple[int, int, str]]) -> str:
     for index, (row, _, name) in enumerate(lanes):
         y = index * LANE + LANE - 3
         if row != ENVIRONMENTS:
-            parts.append(
-                f'<text class="tick" x="{LEFT - 12}" y="{y}" '
-                f'text-anchor="end">{escape(name)}</text>'
-            )
+            parts.append(text("tick", LEFT - 12, y, escape(name), "end"))
         elif not named:
             named = True
-            parts.append(
-                f'<text class="tick" x="{LEFT - 12}" y="{y}" text-anchor="end">environments</text>'
-            )
+            parts.append(text("tick", LEFT - 12, y, "environments", "end"))
     return "".join(parts)
 
 
@@ -436,9 +422,7 @@ def _time_axis(start: float, end: float, y: int) -> str:
         x = LEFT + (tick - start) / (end - start) * (WIDTH - LEFT)
         anchor = "end" if x > WIDTH - 20 else "middle"
         parts.append(
-            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 5}"/>'
-            f'<text class="tick" x="{x:.1f}" y="{y + 19}" text-anchor="{anchor}">{number(tick)} '
-            "s</text>"
+            grid_line(x, x, y, y + 5) + text("tick", x, y + 19, f"{number(tick)} s", anchor)
         )
     return "".join(parts)
 

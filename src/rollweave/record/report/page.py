@@ -97,53 +97,25 @@ def _header(data: RunData) -> str:
         what = "final evaluation" if latest["final"] else f"evaluation at step {latest['step']}"
         for task, (kind, value) in headline_figures(latest["success"], latest["reward"]).items():
             title = f"{task}: {'success' if kind == 'success' else 'mean reward'}"
-            tiles.append(
-                (
-                    _figure(kind, value),
-                    title,
-                    f"{latest['episodes'][task]} held-out episodes, {what}",
-                )
-            )
+            note = f"{latest['episodes'][task]} held-out episodes, {what}"
+            tiles.append((_figure(kind, value), title, note))
     elif data.steps and not data.simulated:
-        for task, (kind, value) in headline_figures(
-            data.steps[-1]["success"], data.steps[-1]["reward"]
-        ).items():
+        last = data.steps[-1]
+        for task, (kind, value) in headline_figures(last["success"], last["reward"]).items():
             tiles.append((_figure(kind, value), f"{task}: training {kind}", "last step"))
-    tiles.append(
-        (
-            _duration(data.wall_s),
-            "wall time",
-            f"{data.generations} lives" if data.generations > 1 else "",
-        )
-    )
-    steps = (
-        summary["steps"]
-        if summary is not None
-        else (data.steps[-1]["step"] + 1 if data.steps else 0)
-    )
+    lives = f"{data.generations} lives" if data.generations > 1 else ""
+    tiles.append((_duration(data.wall_s), "wall time", lives))
+    steps = data.steps[-1]["step"] + 1 if data.steps else 0
+    if summary is not None:
+        steps = summary["steps"]
     best = data.best if data.best is not None else (summary or {}).get("best_step")
-    tiles.append(
-        (
-            number(steps),
-            "training steps",
-            f"best checkpoint: step {best}" if best is not None else "",
-        )
-    )
-    if ended_by := (summary or {}).get("ended_by"):
-        tiles[-1] = (
-            number(steps),
-            "training steps",
-            "; ".join(note for note in (tiles[-1][2], ended_by) if note),
-        )
+    checkpoint = f"best checkpoint: step {best}" if best is not None else ""
+    notes = (checkpoint, (summary or {}).get("ended_by"))
+    tiles.append((number(steps), "training steps", "; ".join(filter(None, notes))))
     if summary is not None:
         rate = summary["tokens"] / summary["wall_s"] if summary["wall_s"] else 0.0
-        tiles.append(
-            (
-                number(summary["trajectories"]),
-                "trajectories",
-                f"{number(summary['tokens'])} sampled tokens",
-            )
-        )
+        sampled = f"{number(summary['tokens'])} sampled tokens"
+        tiles.append((number(summary["trajectories"]), "trajectories", sampled))
         tiles.append((number(rate), "sampled tokens/s", "over the whole run"))
     world = '<span class="badge">simulated</span>' if data.simulated else ""
     state = "" if summary is not None else '<span class="badge">not finished</span>'
@@ -187,11 +159,7 @@ def _rate(line: Mapping[str, Any], task: str) -> str:
     if figure is None:
         return ""
     kind, value = figure
-    note = (
-        f"of {line['episodes'][task]}"
-        if kind == "success"
-        else f"mean reward of {line['episodes'][task]}"
-    )
+    note = f"{'' if kind == 'success' else 'mean reward '}of {line['episodes'][task]}"
     return f"{value:.3f} <span class=dim>{note}</span>"
 
 
@@ -244,19 +212,13 @@ def _staleness(data: RunData) -> str:
     ages, reasons = data.staleness(), data.stop_reasons()
     if not ages and not reasons:
         return ""
+    launched, inherent = (
+        "steps between launch and training",
+        "versions published during the rollout",
+    )
     figures = [
-        (
-            _ages(ages),
-            "steps between launch and training",
-            "--blue",
-            "Staleness of trained trajectories",
-        ),
-        (
-            _ages(data.inherent_staleness()),
-            "versions published during the rollout",
-            "--blue",
-            "Inherent staleness of rollouts",
-        ),
+        (_ages(ages), launched, "--blue", "Staleness of trained trajectories"),
+        (_ages(data.inherent_staleness()), inherent, "--blue", "Inherent staleness of rollouts"),
     ]
     most_common = dict(reasons.most_common(6))
     if len(reasons) > len(most_common):
@@ -310,17 +272,10 @@ def _accounting(data: RunData) -> str:
         ["cancelled", number(account["cancelled"])],
         ["buffered at the end", number(account["buffered"])],
     ]
-    parts = (
-        account["trained"]
-        + sum(account["dropped"].values())
-        + account["cancelled"]
-        + account["buffered"]
-    )
-    verdict = (
-        "every trajectory is accounted for"
-        if parts == account["started"]
-        else "the account does not balance"
-    )
+    dropped = sum(account["dropped"].values())
+    parts = account["trained"] + dropped + account["cancelled"] + account["buffered"]
+    balanced = parts == account["started"]
+    verdict = "every trajectory is accounted for" if balanced else "the account does not balance"
     extra = [
         [f"{what}: {name.replace('_', ' ')}", number(count)]
         for what in ("retried", "watchdog", "engines")

@@ -29,6 +29,25 @@ def number(value: float) -> str:
     return f"{value:.1e}"
 
 
+def text(kind: str, x: float, y: float, content: str, anchor: str = "start") -> str:
+    """Write `content`, which is markup already, in the style of the class `kind`."""
+    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {where}>{content}</text>'
+
+
+def grid_line(x1: float, x2: float, y1: float, y2: float) -> str:
+    """Draw a line of the grid or of an axis."""
+    return f'<line class="grid" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
+
+
+def box(
+    left: float, top: float, width: float, height: float, color: str, title: str, more: str = ""
+) -> str:
+    """Draw a filled rectangle; hovering shows its title."""
+    where = f'x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{height:.1f}"'
+    return f'<rect {where} {more}fill="var({color})"><title>{escape(title)}</title></rect>'
+
+
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about `count` round values from `low` to `high`."""
     if not high > low:
@@ -78,24 +97,18 @@ class Frame:
         parts = []
         for tick in nice_ticks(*self._y, y_ticks):
             at = self.y(tick)
-            parts.append(
-                f'<line class="grid" x1="{self.left}" x2="{self.right}" y1="{at:.1f}" '
-                f'y2="{at:.1f}"/>'
-            )
-            parts.append(
-                f'<text class="tick" x="{self.left - 8}" y="{at + 4:.1f}" '
-                f'text-anchor="end">{y_format(tick)}</text>'
-            )
+            parts.append(grid_line(self.left, self.right, at, at))
+            parts.append(text("tick", self.left - 8, at + 4, y_format(tick), "end"))
         for tick in nice_ticks(*self._x, x_ticks):
-            parts.append(
-                f'<text class="tick" x="{self.x(tick):.1f}" y="{self.bottom + 17}" '
-                f'text-anchor="middle">{number(tick)}</text>'
-            )
-        parts.append(
-            f'<text class="label" x="{self.right}" y="{self.bottom + 31}" '
-            f'text-anchor="end">{escape(x_label)}</text>'
-        )
-        return "".join(parts)
+            parts.append(self.x_tick(self.x(tick), number(tick)))
+        return "".join([*parts, self.x_label(x_label)])
+
+    def x_tick(self, x: float, content: str) -> str:
+        """Write a tick below the chart, at a position."""
+        return text("tick", x, self.bottom + 17, content, "middle")
+
+    def x_label(self, label: str) -> str:
+        return text("label", self.right, self.bottom + 31, escape(label), "end")
 
     def wrap(self, *parts: str, title: str) -> str:
         """Return the finished chart; screen readers read `title`."""
@@ -160,29 +173,18 @@ def bars(
     frame = Frame(
         x=(0, max(1, len(values))), y=(0, most * 1.12), width=width, height=height, left=12
     )
-    parts = [
-        f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" '
-        f'y2="{frame.bottom}"/>'
-    ]
+    parts = [grid_line(frame.left, frame.right, frame.bottom, frame.bottom)]
     slot = (frame.right - frame.left) / max(1, len(values))
     wide = min(64.0, slot * 0.7)
     for index, (name, value) in enumerate(values.items()):
         center, top = frame.x(index + 0.5), frame.y(value)
-        parts.append(
-            f'<rect x="{center - wide / 2:.1f}" y="{top:.1f}" width="{wide:.1f}" '
-            f'height="{frame.bottom - top:.1f}" rx="3" '
-            f'fill="var({color})"><title>{escape(name)}: {number(value)} '
-            f"({value / total:.1%})</title></rect>"
-            f'<text class="value" x="{center:.1f}" y="{top - 5:.1f}" '
-            f'text-anchor="middle">{value / total:.0%}</text>'
-            f'<text class="tick" x="{center:.1f}" y="{frame.bottom + 17}" '
-            f'text-anchor="middle">{escape(name)}</text>'
-        )
-    parts.append(
-        f'<text class="label" x="{frame.right}" y="{frame.bottom + 31}" '
-        f'text-anchor="end">{escape(label)}</text>'
-    )
-    return frame.wrap(*parts, title=label)
+        title = f"{name}: {number(value)} ({value / total:.1%})"
+        parts += [
+            box(center - wide / 2, top, wide, frame.bottom - top, color, title, 'rx="3" '),
+            text("value", center, top - 5, f"{value / total:.0%}", "middle"),
+            frame.x_tick(center, escape(name)),
+        ]
+    return frame.wrap(*parts, frame.x_label(label), title=label)
 
 
 def stacked(
@@ -196,25 +198,16 @@ def stacked(
     for index, (name, values) in enumerate(rows.items()):
         total = sum(values.values())
         y = index * (height + 12) + 4
-        parts.append(
-            f'<text class="name" x="{left - 12}" y="{y + 22}" '
-            f'text-anchor="end">{escape(name)}</text>'
-        )
+        parts.append(text("name", left - 12, y + 22, escape(name), "end"))
         x = float(left)
         for cause in [cause for cause in colors if values.get(cause)]:
             share = values[cause] / total
             wide = share * (width - left)
-            text = f"{name}: {cause} {values[cause]:.1f} s ({share:.1%})"
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, wide - 1.5):.1f}" height="{height}" '
-                'rx="3" '
-                f'fill="var({colors[cause]})"><title>{escape(text)}</title></rect>'
-            )
+            title = f"{name}: {cause} {values[cause]:.1f} s ({share:.1%})"
+            width_drawn = max(0.0, wide - 1.5)
+            parts.append(box(x, y, width_drawn, height, colors[cause], title, 'rx="3" '))
             if wide > 7.6 * len(f"{cause} {share:.0%}") + 18:
-                parts.append(
-                    f'<text class="on" x="{x + 9:.1f}" y="{y + 22}">{escape(cause)} '
-                    f"{share:.0%}</text>"
-                )
+                parts.append(text("on", x + 9, y + 22, f"{escape(cause)} {share:.0%}"))
             x += wide
     total_height = max(1, len(rows)) * (height + 12)
     return (
@@ -229,7 +222,7 @@ def stacked_over(
     *,
     x: Sequence[float],
     label: str,
-    title: str,
+    caption: str,
 ) -> str:
     """Draw shares over the run: one column per step (or bin of steps), which is divided
     by share.
@@ -243,27 +236,12 @@ def stacked_over(
         for cause in [cause for cause in colors if total and values.get(cause)]:
             share = values[cause] / total
             top = frame.y(base + share)
-            parts.append(
-                f'<rect x="{frame.left + index * wide:.2f}" y="{top:.1f}" width="{wide + 0.3:.2f}" '
-                f'height="{frame.y(base) - top:.1f}" fill="var({colors[cause]})" '
-                'shape-rendering="crispEdges">'
-                f"<title>{escape(label)} {number(x[index])}: {escape(cause)} "
-                f"{share:.0%}</title></rect>"
-            )
+            title, height = f"{label} {number(x[index])}: {cause} {share:.0%}", frame.y(base) - top
+            left, more = frame.left + index * wide, 'shape-rendering="crispEdges" '
+            parts.append(box(left, top, wide + 0.3, height, colors[cause], title, more))
             base += share
     for tick in (0, 0.5, 1):
-        parts.append(
-            f'<text class="tick" x="{frame.left - 8}" y="{frame.y(tick) + 4:.1f}" '
-            f'text-anchor="end">{tick:.0%}</text>'
-        )
+        parts.append(text("tick", frame.left - 8, frame.y(tick) + 4, f"{tick:.0%}", "end"))
     for index in sorted({0, len(columns) // 2, len(columns) - 1} if columns else set()):
-        at = frame.left + (index + 0.5) * wide
-        parts.append(
-            f'<text class="tick" x="{at:.1f}" y="{frame.bottom + 17}" '
-            f'text-anchor="middle">{number(x[index])}</text>'
-        )
-    parts.append(
-        f'<text class="label" x="{frame.right}" y="{frame.bottom + 31}" '
-        f'text-anchor="end">{escape(label)}</text>'
-    )
-    return frame.wrap(*parts, title=title)
+        parts.append(frame.x_tick(frame.left + (index + 0.5) * wide, number(x[index])))
+    return frame.wrap(*parts, frame.x_label(label), title=caption)

@@ -1,10 +1,14 @@
 """Ratios of groups equal a token-by-token computation with transformers, for any
-division into passes; groups that cannot be measured are answered.
+division into passes, and groups that cannot be measured are answered; the warm-up
+learns the outputs of transcripts, and a model from scratch observations, too.
 """
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,33 +18,33 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from rollweave.schema.base import GroupId
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import ModelConfig
+from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.training import (
     Measure,
     Measured,
-    Trained,
     TrainerReply,
-    TrainFailed,
-    TrainOn,
 )
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
+from rollweave.train import trainer as trainer_module
+from rollweave.train.distributed import RankGroup
+from rollweave.train.model import load_model
+from rollweave.train.packing import Example, pack
+from rollweave.train.passes import Passes, warmup_example
 from rollweave.train.trainer import Trainer
 from tests.support.properties import examples
 from tests.support.trainers import (
+    CPU,
     make_batch,
     make_config,
-    make_model,
     make_sequence,
     make_trajectory,
 )
 from tests.support.training import poisoned
-from tests.train.asking import published
+from tests.train.asking import changed, published, refused, same, trained
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "m")
 
 
 def new_trainer(model_dir: Path, run_dir: Path, *, micro_tokens: int = 16384) -> Trainer:
@@ -73,16 +77,20 @@ def group(name: str, *members: tuple[TokenSequence, ...]) -> ScoredGroup:
     return ScoredGroup(id=GroupId(name), env="none", trajectories=trajectories)
 
 
+@torch.no_grad()
+def table_of(model: Any, sequence: TokenSequence) -> torch.Tensor:
+    """Return the log-probs after each token of a sequence, [T, V]."""
+    logits = model(input_ids=torch.tensor([sequence.tokens])).logits[0]
+    return (logits / TEMPERATURE).log_softmax(-1)
+
+
 def expected(model_dir: Path, group: ScoredGroup) -> float:
     """Compute the ratio one token after the other."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     gaps = []
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
-            with torch.no_grad():
-                logprobs = (
-                    model(input_ids=torch.tensor([sequence.tokens])).logits[0] / TEMPERATURE
-                ).log_softmax(-1)
+            logprobs = table_of(model, sequence)
             for place, sampled in enumerate(sequence.output_mask()):
                 if sampled and place:
                     now = float(logprobs[place - 1, sequence.tokens[place]])
@@ -127,9 +135,7 @@ def test_on_policy_samples_have_ratio_one_until_training(model_dir: Path, tmp_pa
     batch = make_batch(3)
     own = tuple(recorded(model_dir, group) for group in batch.groups)
     assert ratios(trainer, *own) == pytest.approx([1.0] * 3, abs=1e-5)
-    assert isinstance(
-        trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=own))), Trained
-    )
+    trained(trainer, msgspec.structs.replace(batch, groups=own))
     reply = measure(trainer, *own, step=1)
     assert isinstance(reply, Measured)
     assert all(abs(math.log(ratio)) > 1e-3 for ratio in reply.ratios)
@@ -141,10 +147,7 @@ def recorded(model_dir: Path, group: ScoredGroup) -> ScoredGroup:
     trajectories = []
     for trajectory in group.trajectories:
         (sequence,) = trajectory.sequences
-        with torch.no_grad():
-            table = (
-                model(input_ids=torch.tensor([sequence.tokens])).logits[0] / TEMPERATURE
-            ).log_softmax(-1)
+        table = table_of(model, sequence)
         mask = sequence.output_mask()
         own = [
             float(table[place - 1, token]) if mask[place] else 0.0
@@ -161,9 +164,9 @@ def test_measuring_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
     for step in range(2):
         assert isinstance(measure(trainers[0], *make_batch(9).groups, step=step), Measured)
         for trainer in trainers:
-            assert isinstance(trainer.handle(TrainOn(batch=make_batch(step, step=step))), Trained)
+            trained(trainer, make_batch(step, step=step))
     left, right = (published(trainer, 2) for trainer in trainers)
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert same(left, right)
 
 
 def test_an_impossible_token_gives_a_finite_ratio(model_dir: Path, tmp_path: Path) -> None:
@@ -176,18 +179,110 @@ def test_an_impossible_token_gives_a_finite_ratio(model_dir: Path, tmp_path: Pat
 def test_answers_groups_that_cannot_be_measured(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     batch = make_batch(0)
-    wrong_step = measure(trainer, *batch.groups, step=3)
-    assert isinstance(wrong_step, TrainFailed)
+    wrong_step = refused(trainer, Measure(step=3, part=0, groups=batch.groups))
     assert "expected part 0 of step 0, got part 0 of step 3" in wrong_step.error
-    nan = measure(trainer, *poisoned(batch, math.nan).groups)
-    assert isinstance(nan, TrainFailed)
+    nan = refused(trainer, Measure(step=0, part=0, groups=poisoned(batch, math.nan).groups))
     assert nan.nonfinite
     assert f"log-probs of group {batch.groups[-1].id}" in nan.error
     sequence = make_sequence(random.Random(0))
     huge = group(
         "huge", (msgspec.structs.replace(sequence, tokens=(10**6,) * len(sequence.tokens)),)
     )
-    foreign = measure(trainer, huge)
-    assert isinstance(foreign, TrainFailed)
+    foreign = refused(trainer, Measure(step=0, part=0, groups=(huge,)))
     assert not foreign.nonfinite
     assert foreign.groups == ("huge",)
+
+
+# The warm-up.
+
+
+def transcripts() -> Iterator[TokenSequence]:
+    rng = random.Random(0)
+    return itertools.cycle([make_sequence(rng) for _ in range(4)])
+
+
+def configured(**warmup: object) -> RunConfig:
+    config = make_config()
+    return changed(config, "warmup", **{"steps": 30, **warmup})
+
+
+def losses_of(trainer: Trainer, kind: bool) -> float:
+    """Return the mean loss of the transcripts' output tokens, or of the others."""
+    examples = []
+    for sequence in itertools.islice(transcripts(), 4):
+        mask = torch.tensor(sequence.output_mask())
+        mask = mask if kind else ~mask
+        mask[0] = False
+        examples.append(
+            Example(tokens=torch.tensor(sequence.tokens), targets=mask.nonzero().flatten())
+        )
+    with torch.no_grad():
+        logprobs = trainer._model(pack(examples), 1.0).logprobs
+    return float(-logprobs.mean())
+
+
+def test_learns_outputs_and_from_scratch_observations(model_dir: Path, tmp_path: Path) -> None:
+    checkpoint = {"model": ModelConfig(path=str(model_dir))}
+    outputs_only = Trainer(configured().model_copy(update=checkpoint), model_dir, tmp_path)
+    before = losses_of(outputs_only, kind=False)
+    losses = outputs_only.warm_up(transcripts())
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 < 4 < losses[0]
+    assert losses_of(outputs_only, kind=True) < 0.5
+    assert losses_of(outputs_only, kind=False) > before
+    both = Trainer(configured(), model_dir, tmp_path)
+    both.warm_up(transcripts())
+    assert losses_of(both, kind=False) < before / 2
+    assert outputs_only.step == 0
+
+
+def test_no_steps_need_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
+    assert Trainer(configured(steps=0), model_dir, tmp_path).warm_up(iter(())) == []
+
+
+def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="needs 16 transcripts"):
+        Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))
+
+
+def test_a_loss_that_is_not_finite_names_the_setting(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "SCRATCH_LR", 1e20)
+    with pytest.raises(
+        NonFiniteLossError,
+        match=r"warm-up step \d+: loss \S+, gradient norm \S+; the learning rate is 1e\+20",
+    ):
+        Trainer(configured(), model_dir, tmp_path).warm_up(transcripts())
+
+
+def test_selects_the_targets_of_a_transcript() -> None:
+    sequence = make_sequence(random.Random(1))
+    outputs = warmup_example(sequence, observations=False).targets.tolist()
+    assert outputs == [i for i, sampled in enumerate(sequence.output_mask()) if sampled and i]
+    assert warmup_example(sequence, observations=True).targets.tolist() == list(
+        range(1, len(sequence.tokens))
+    )
+
+
+def test_passes_do_not_depend_on_the_division_of_examples(model_dir: Path) -> None:
+    examples = [
+        warmup_example(sequence, observations=True)
+        for sequence in itertools.islice(transcripts(), 4)
+    ]
+    gradients = []
+    for micro_tokens in (1, 10_000):
+        model = load_model(model_dir, dtype="float32", device=CPU)
+        passes = Passes(model, RankGroup(rank=0, world_size=1), micro_tokens=micro_tokens)
+        loss = passes.backward(
+            examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum()
+        )
+        assert loss == pytest.approx(
+            -sum(
+                float(v.sum())
+                for v in passes.logprobs(examples, range(4), temperature=0.9).values()
+            )
+        )
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
