@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rollweave.io.disk import NEW_SUFFIX, writing
 from rollweave.io.extras import from_extra
@@ -98,10 +98,31 @@ class Export:
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
 
     def _write_inspect(self, path: Path) -> None:
-        with path.open("wb") as file:
-            _write_eval_log(
-                file, self._run, self._loaded(), self._decoder, self._arguments, self.attempts
-            )
+        """Write a log of inspect_ai: a ZIP archive of JSON files, in version 2 of the
+        log's format.
+        """
+        header = _header(self._run, self.attempts)
+        summaries: list[dict[str, Any]] = []
+        rewards: list[float] = []
+        with zipfile.ZipFile(path, "w", compression=zipfile.ZIP_DEFLATED) as archive:
+
+            def add(name: str, value: Any) -> None:
+                archive.writestr(name, as_json(value))
+
+            start = {name: header[name] for name in ("version", "eval", "plan")}
+            add("_journal/start.json", start)
+            for entry, trajectory in self._loaded():
+                sample = _sample(entry, trajectory, self._decoder)
+                sample["metadata"]["template_arguments"] = [
+                    arguments_of(sequence, self._arguments) for sequence in trajectory.sequences
+                ]
+                add(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
+                summaries.append(_summary_of(sample))
+                if trajectory.reward is not None:
+                    rewards.append(trajectory.reward)
+            add("_journal/summaries/1.json", summaries)
+            add("summaries.json", summaries)
+            add("header.json", {**header, "results": _results(rewards, self.attempts)})
 
 
 def row(
@@ -188,38 +209,7 @@ def _schema(pyarrow: Any) -> Any:
     return pyarrow.schema([(name, kind) for kind, names in types.items() for name in names.split()])
 
 
-# The log of inspect_ai: a ZIP archive of JSON files, in version 2 of the log's format.
-
-
-def _write_eval_log(
-    file: IO[bytes],
-    run: RunDir,
-    attempts: Attempts,
-    decoder: TokenDecoder,
-    arguments: Mapping[str, Any],
-    count: int,
-) -> None:
-    header = _header(run, count)
-    summaries: list[dict[str, Any]] = []
-    rewards: list[float] = []
-    with zipfile.ZipFile(file, "w", compression=zipfile.ZIP_DEFLATED) as archive:
-
-        def add(name: str, value: Any) -> None:
-            archive.writestr(name, as_json(value))
-
-        add("_journal/start.json", {name: header[name] for name in ("version", "eval", "plan")})
-        for entry, trajectory in attempts:
-            sample = _sample(entry, trajectory, decoder)
-            sample["metadata"]["template_arguments"] = [
-                arguments_of(sequence, arguments) for sequence in trajectory.sequences
-            ]
-            add(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
-            summaries.append(_summary_of(sample))
-            if trajectory.reward is not None:
-                rewards.append(trajectory.reward)
-        add("_journal/summaries/1.json", summaries)
-        add("summaries.json", summaries)
-        add("header.json", {**header, "results": _results(rewards, count)})
+# The parts of a log of inspect_ai.
 
 
 def _header(run: RunDir, count: int) -> dict[str, Any]:

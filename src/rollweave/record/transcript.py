@@ -5,6 +5,7 @@ with all tokens, their log-probs and the weight versions that sampled them.
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,20 @@ from rollweave.record.store import StoredAttempt
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
 
 
+@dataclass(frozen=True, slots=True)
 class TokenSpan:
     """Adjacent segments of a sequence that belong together: the prompt, one
     observation, or one turn of the agent.
     """
 
-    def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:
-        self.segments, self.number, self.reward, self.cut = segments, number, reward, cut
-        self.kind = segments[0].kind
+    segments: list[Segment]
+    number: int
+    reward: float
+    cut: bool
+
+    @property
+    def kind(self) -> SegmentKind:
+        return self.segments[0].kind
 
     @property
     def start(self) -> int:
@@ -50,13 +57,13 @@ def spans(sequence: TokenSequence) -> Iterator[TokenSpan]:
     for segment in sequence.segments:
         begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not current
         if current and (begins or current[0].kind is not segment.kind):
-            yield TokenSpan(current, number=number, reward=reward, cut=cut)
+            yield TokenSpan(current, number, reward, cut)
             current = []
         if segment.start in starts:
             number, reward, cut = starts[segment.start]
         current.append(segment)
     if current:
-        yield TokenSpan(current, number=number, reward=reward, cut=cut)
+        yield TokenSpan(current, number, reward, cut)
 
 
 def versions(trajectory: Trajectory) -> tuple[int, int] | None:

@@ -69,9 +69,10 @@ def load_trained_model(
 ) -> TrainedModel:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
     in float32; `dtype` is the number format of the computation. With `adapters`, only
-    the adapters are trained.
+    the adapters are trained. A rank reads its own rows only.
 
-    Raises `TrainerError`, which names what is not supported or missing.
+    Raises `TrainerError`, which names what is not supported, missing, or of the wrong
+    shape.
     """
     if (implementation or implementation_of(path)) == "transformers":
         return load_transformers_model(
@@ -88,11 +89,7 @@ def load_transformers_model(
     ranks: RankGroup = ALONE,
     adapters: NewAdapters | None = None,
 ) -> TransformersModel:
-    """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is the number format of the computation. With `adapters`, only
-    the adapters are trained. A rank reads its own rows only. Raises `TrainerError` for
-    an unsupported model, and for tensors that are missing or have the wrong shape.
-    """
+    """Load a model of transformers as `load_trained_model` does, and verify it."""
     model = load_transformers_as(
         TransformersModel, path, dtype=dtype, device=device, ranks=ranks, adapters=adapters
     )
@@ -109,9 +106,9 @@ def load_transformers_as(
     ranks: RankGroup = ALONE,
     adapters: NewAdapters | None = None,
 ) -> M:
-    """Load a model of class `kind` as `load_transformers_model` does, without verifying
-    it; parameters that only `kind` has are left empty, and parameters that it lacks are
-    not read.
+    """Load a model of class `kind` as `load_trained_model` does, without verifying it;
+    parameters that only `kind` has are left empty, and parameters that it lacks are not
+    read.
     """
     try:
         unloaded = UnloadedModel(path)

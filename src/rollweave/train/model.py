@@ -370,13 +370,7 @@ def load_model(
     ranks: RankGroup = ALONE,
     adapters: NewAdapters | None = None,
 ) -> Model:
-    """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is the number format of the computation. With `adapters`, only
-    the adapters are trained.
-
-    Raises `TrainerError` for an unsupported architecture, and for tensors that are
-    missing or have the wrong shape.
-    """
+    """Load a model of this implementation, as `train/loading.load_trained_model`."""
     return load_as(Model, path, dtype=dtype, device=device, ranks=ranks, adapters=adapters)
 
 

@@ -8,6 +8,7 @@ nothing would learn from them; every target appears exactly once.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,17 +61,10 @@ class Packed:
     routes: torch.Tensor | None = None  # [N, layers, top_k] int16
 
     def to(self, device: torch.device) -> "Packed":
-        if device.type == "cpu":
-            return self
-        return Packed(
-            tokens=self.tokens.to(device),
-            keys=_grid_to(self.keys, device),
-            queries=_grid_to(self.queries, device),
-            predicting=self.predicting.to(device),
-            labels=self.labels.to(device),
-            longest=self.longest,
-            routes=None if self.routes is None else self.routes.to(device),
-        )
+        return self if device.type == "cpu" else _moved(self, device)
+
+
+P = TypeVar("P", Grid, Packed)
 
 
 def pack(examples: Sequence[Example]) -> Packed:
@@ -160,10 +154,13 @@ def _grid(places: Sequence[torch.Tensor], starts: Sequence[int]) -> Grid:
     )
 
 
-def _grid_to(grid: Grid, device: torch.device) -> Grid:
-    return Grid(
-        rows=grid.rows.to(device),
-        flat=grid.flat.to(device),
-        positions=grid.positions.to(device),
-        dense=grid.dense,
-    )
+def _moved(part: P, device: torch.device) -> P:
+    """Return a grid, or a micro-batch with its grids, on a device."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = value.to(device)
+        elif isinstance(value, Grid):
+            changes[field.name] = _moved(value, device)
+    return dataclasses.replace(part, **changes)

@@ -178,7 +178,7 @@ def test_a_file_system_that_hangs_delays_neither_other_answers_nor_the_end(
 def test_a_run_that_another_thread_reads_for_too_long_is_named(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.record.ui.view.HELD_S", 0.01)
+    monkeypatch.setattr("rollweave.record.ui.files.HELD_S", 0.01)
     seen = Runs(runs)
     view = seen.get("made-up")
     with view._lock:

@@ -9,7 +9,7 @@ middle of training.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollweave.record.report.data import RunData, TraceSpan, totals
+from rollweave.record.report.data import RunData, TraceSpan, parts_of, totals
 from rollweave.record.report.svg import (
     WIDTH,
     Frame,
@@ -248,10 +248,8 @@ def _binned(
     """Return the first step of each of at most `COLUMNS` bins of steps, and the bin's
     seconds by cause.
     """
-    count = min(COLUMNS, len(steps))
     firsts, columns = [], []
-    for index in range(count):
-        part = steps[index * len(steps) // count : (index + 1) * len(steps) // count]
+    for part in parts_of(steps, COLUMNS):
         firsts.append(float(part[0]["step"] + 1))
         columns.append(totals(part, "idle", component))
     return firsts, columns

@@ -8,10 +8,10 @@ import contextlib
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ DAMAGE = (ValueError, RecursionError, AttributeError, msgspec.MsgspecError)
 """Exceptions that `add_line` and `summary_of` raise for content that no run has
 written.
 """
+
+T = TypeVar("T")
 
 Figures = dict[str, float | None]
 
@@ -260,6 +262,13 @@ def add_line(data: RunData, line: dict[str, Any]) -> None:
             data.simulated = bool(line.get("simulated"))
         case _:
             pass
+
+
+def parts_of(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Divide items into at most `most` parts of about equal sizes, in order."""
+    count = min(most, len(items))
+    for index in range(count):
+        yield items[index * len(items) // count : (index + 1) * len(items) // count]
 
 
 def totals(lines: Iterable[Mapping[str, Any]], *names: str) -> dict[str, float]:

@@ -86,6 +86,16 @@ class AttemptRow:
     tokens: int
     stop: str
 
+    @property
+    def reward(self) -> float | None:
+        return self.stored.score.reward if self.stored.score is not None else None
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason at the end of EVAL if there is one, else at the end of RUN."""
+        score = self.stored.score
+        return score.stop_reason.value if score is not None else self.stop
+
     def as_object(self) -> dict[str, Any]:
         """Return the row as a JSON object."""
         stored, score = self.stored, self.stored.score
@@ -100,9 +110,9 @@ class AttemptRow:
             "versions": list(self.versions),
             "turns": self.turns,
             "tokens": self.tokens,
-            "reward": score.reward if score is not None else None,
+            "reward": self.reward,
             "success": score.success if score is not None else None,
-            "stop": score.stop_reason.value if score is not None else self.stop,
+            "stop": self.stop_reason,
         }
 
 
@@ -120,12 +130,10 @@ class Query:
 
     def admits(self, row: AttemptRow) -> bool:
         """Return whether the attempt meets all conditions."""
-        score = row.stored.score
-        reward = score.reward if score is not None else None
-        stop = score.stop_reason.value if score is not None else row.stop
+        reward = row.reward
         return (
             (not self.domain or row.domain == self.domain)
-            and (not self.stop or stop == self.stop)
+            and (not self.stop or row.stop_reason == self.stop)
             and (not self.purpose or row.stored.purpose.value == self.purpose)
             and (not self.text or self.text in row.stored.trajectory_id or self.text in row.task)
             and (self.version is None or row.initiated == self.version)
@@ -146,8 +154,7 @@ ORDERS: dict[str, Callable[[AttemptRow], float]] = {
 
 
 def _reward(row: AttemptRow, default: float) -> float:
-    score = row.stored.score
-    return score.reward if score is not None and score.reward is not None else default
+    return default if row.reward is None else row.reward
 
 
 class AttemptIndex:

@@ -21,8 +21,8 @@ from aiohttp import web
 from rollweave.io.http.guard import Guard, Handler
 from rollweave.io.http.listening import listening
 from rollweave.record.ui.attempts import ORDERS, PAGE, Query
+from rollweave.record.ui.files import UnknownRunError
 from rollweave.record.ui.runs import Runs, prometheus_text
-from rollweave.record.ui.view import UnknownRunError
 from rollweave.schema.base import as_json
 from rollweave.schema.text import decimal
 

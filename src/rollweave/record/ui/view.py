@@ -24,6 +24,7 @@ from rollweave.record.report.data import (
     RunData,
     add_line,
     damaged_lines,
+    parts_of,
     summary_of,
     totals,
 )
@@ -36,13 +37,16 @@ from rollweave.record.transcript import (
     transcript,
 )
 from rollweave.record.ui.attempts import PAGE, AttemptIndex, AttemptRow, Query
-from rollweave.record.ui.lanes import AppendedFile, LaneIndex, ReplacedFile
+from rollweave.record.ui.files import (
+    AppendedFile,
+    ReplacedFile,
+    UnknownRunError,
+    held,
+    one_line,
+)
+from rollweave.record.ui.lanes import LaneIndex
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.status import RunStatus
-
-HELD_S = 5.0
-"""Maximum seconds for which a thread waits for another thread that reads the same run.
-"""
 
 BUDGET_S = 0.4
 """Maximum seconds for which a request reads files before it answers with what was read.
@@ -59,6 +63,12 @@ LOG_LINES = 60
 
 RECENT_STEPS = 10
 """Number of steps over which the present shares of time are taken."""
+
+EVALUATION = ("step", "at", "final", "success", "reward", "episodes")
+"""The parts of an evaluation that are shown."""
+
+SUMMARY = ("account", "trajectories", "tokens", "wall_s", "error", "ended_by", "attempts")
+"""The parts of a summary that are shown."""
 
 SIGNALS = (
     ("loss", "loss"),
@@ -79,10 +89,6 @@ PHASES = {
     "finished": "ending",
 }
 """The activity of a living run by its phase."""
-
-
-class UnknownRunError(Exception):
-    """There is no such run, or no such attempt in it; the message is one line."""
 
 
 class RunView:
@@ -207,13 +213,7 @@ class RunView:
                 "measures": self._measures(),
                 "success": self._curves("success"),
                 "reward": self._curves("reward"),
-                "evaluations": [
-                    {
-                        name: line.get(name)
-                        for name in ("step", "at", "final", "success", "reward", "episodes")
-                    }
-                    for line in data.evaluations[-POINTS:]
-                ],
+                "evaluations": [_some(line, EVALUATION) for line in data.evaluations[-POINTS:]],
                 "best": data.best,
                 "signals": self._signals(),
                 "idle": {part: data.idle(part) for part in ("engines", "trainer")},
@@ -326,11 +326,7 @@ class RunView:
             "state": kind,
             "text": text,
             "mode": rollout.get("mode", ""),
-            "tasks": [
-                str(task.get("name") or task.get("env", ""))
-                for task in _list(self.settings, "tasks")
-                if isinstance(task, dict)
-            ],
+            "tasks": _tasks(self.settings),
             "model": _model(self.settings),
             "step": max(done, status.step if status is not None else 0),
             "steps": steps,
@@ -436,10 +432,7 @@ class RunView:
 
     def _summary(self) -> dict[str, Any] | None:
         summary = self.data.summary
-        if summary is None:
-            return None
-        names = ("account", "trajectories", "tokens", "wall_s", "error", "ended_by", "attempts")
-        return {name: summary.get(name) for name in names}
+        return _some(summary, SUMMARY) if summary is not None else None
 
     def _problems(self) -> list[str]:
         unread = (self._metrics_file.problem, self._lanes.problem)
@@ -456,19 +449,6 @@ def is_long(seconds: float, usual_s: float) -> bool:
     return seconds > max(10.0, 2.0 * usual_s)
 
 
-@contextlib.contextmanager
-def held(lock: threading.Lock, path: Path) -> Iterator[None]:
-    """Hold a lock. Raises UnknownRunError if another thread holds it for too long."""
-    if not lock.acquire(timeout=HELD_S):
-        raise UnknownRunError(
-            f"{path} has been read for more than {HELD_S:g} s: its file system may hang"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _rows(rows: Iterable[AttemptRow]) -> list[dict[str, Any]]:
     return [row.as_object() for row in rows][:PAGE]
 
@@ -479,14 +459,20 @@ def _model(settings: Mapping[str, Any]) -> str:
     return Path(str(path)).name if path else ("from scratch" if "scratch" in model else "")
 
 
+def _some(line: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: line.get(name) for name in names}
+
+
 def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = settings.get(name)
     return value if isinstance(value, dict) else {}
 
 
-def _list(settings: Mapping[str, Any], name: str) -> list[Any]:
-    value = settings.get(name)
-    return value if isinstance(value, list) else []
+def _tasks(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the task domains."""
+    tasks = settings.get("tasks")
+    tables = [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
+    return [str(task.get("name") or task.get("env", "")) for task in tables]
 
 
 def _mean(values: Iterable[Any]) -> float | None:
@@ -502,15 +488,8 @@ def _mean_age(ages: Mapping[str, int]) -> float | None:
 def _thin(points: list[tuple[int, float, float]]) -> list[list[float]]:
     """Return at most `POINTS` points `[step, at, mean, least, most]`."""
     thinned = []
-    count = min(len(points), POINTS)
-    for index in range(count):
-        part = points[index * len(points) // count : (index + 1) * len(points) // count]
+    for part in parts_of(points, POINTS):
         values = [value for _, _, value in part]
         mean = sum(values) / len(values)
         thinned.append([part[-1][0], part[-1][1], mean, min(values), max(values)])
     return thinned
-
-
-def one_line(error: Exception) -> str:
-    text = getattr(error, "problem", None) or str(error) or type(error).__name__
-    return " ".join(str(text).split())[:300]
