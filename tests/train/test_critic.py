@@ -60,7 +60,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return all weights, and the critic's optimizer."""
     policy = {f"policy/{name}": each for name, each in published(trainer, trainer.step).items()}
     critic = critic_of(trainer)
-    return policy | critic.tensors() | critic.optimizer_tensors()
+    return policy | critic.state.tensors() | critic.state.optimizer_tensors()
 
 
 def test_a_value_is_a_product_of_the_hidden_state_before_the_token(model_dir: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_value_is_a_product_of_the_hidden_state_before_the_token(model_dir: Pa
         values = critic.model(packed, 1.0).logprobs
         expected = trunk.hidden(packed) @ (torch.arange(32) / 32)
     torch.testing.assert_close(values, expected)
-    assert "lm_head.weight" not in critic.tensors()
+    assert "lm_head.weight" not in critic.state.tensors()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None
         trainer = Trainer(config, path, tmp_path / implementation)
         steps.append([trained(trainer, make_batch(step, step=step)) for step in range(3)])
         critic = critic_of(trainer)
-        weights = weights or critic.tensors()
+        weights = weights or critic.state.tensors()
         load_named_tensors(critic.model, weights)  # rounding has grown in three steps
         rows = critic.estimated(batch, batch_rows(batch, config.algorithm))
         critic.backward(rows, range(len(rows)), step=3)
@@ -176,9 +176,9 @@ def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path
     config = make_config(advantage="grpo", own={"other": {"advantage": "gae_turn"}})
     trainer = Trainer(config, model_dir, tmp_path)
     assert "critic_loss" not in trained(trainer, make_batch(0))
-    before = critic_of(trainer).tensors()
+    before = critic_of(trainer).state.tensors()
     assert "critic_loss" in trained(trainer, make_batch(1, step=1, envs=("none", "other")))
-    after = critic_of(trainer).tensors()
+    after = critic_of(trainer).state.tensors()
     assert not torch.equal(before["value"], after["value"])
 
 
@@ -217,7 +217,7 @@ def test_a_run_may_get_a_critic_and_lose_it_again(
     second = Trainer(with_critic, model_dir, tmp_path / "b")
     restore_from(second, tmp_path / "s1", step=1)
     policy = {name[7:]: t for name, t in state_of(second).items() if name.startswith("policy/")}
-    trunk = critic_of(second).tensors()
+    trunk = critic_of(second).state.tensors()
     assert all(torch.equal(trunk[name], policy[name]) for name in trunk.keys() - {"value"})
     trained(second, make_batch(1, step=1))
     save_to(second, tmp_path / "s2")
@@ -243,7 +243,7 @@ def test_its_learning_rate_is_its_own(model_dir: Path, tmp_path: Path) -> None:
     config = changed(config, "critic", lr=5e-3)
     trainer = Trainer(config, model_dir, tmp_path)
     assert trained(trainer, make_batch(0))["lr"] == 1e-3
-    assert critic_of(trainer).optimizer.param_groups[0]["lr"] == 5e-3
+    assert critic_of(trainer).state.optimizer.param_groups[0]["lr"] == 5e-3
 
 
 # Generalized advantages.

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import TrainerError
-from rollweave.schema.training import Trained, TrainOn
 from rollweave.schema.work import Batch, Routes, SegmentKind, TokenSequence, Trajectory
 from rollweave.train.loading import load_transformers_model
 from rollweave.train.packing import FREE, Example, pack
@@ -21,6 +20,7 @@ from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_model import TransformersModel
 from tests.support.architectures import build
 from tests.support.trainers import CPU, make_batch, make_examples
+from tests.train.asking import trained
 from tests.train.oracle import loss_of
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -274,10 +274,9 @@ def test_replay_narrows_the_gap_of_routers_that_choose_otherwise(tmp_path: Path)
                 if name.endswith("gate.weight"):
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter += 0.02 * noise
-        answer = trainer.handle(TrainOn(batch=batch))
-        assert isinstance(answer, Trained), answer
-        gaps[replay] = answer.metrics.values["logprob_gap_mean"]
-        assert answer.metrics.values.get("routed_fraction") == (1.0 if replay else None)
+        values = trained(trainer, batch)
+        gaps[replay] = values["logprob_gap_mean"]
+        assert values.get("routed_fraction") == (1.0 if replay else None)
     assert gaps[True] < 0.5 * gaps[False]
     assert gaps[True] > 0  # the weights of the experts are the trainer's
 
@@ -287,6 +286,4 @@ def test_exact_routers_have_no_gap_with_or_without_replay(tmp_path: Path) -> Non
     batch = with_sequences(make_batch(), Engine(path))
     for replay in (False, True):
         trainer = Trainer(config_of(path, replay=replay), path, tmp_path / str(replay))
-        answer = trainer.handle(TrainOn(batch=batch))
-        assert isinstance(answer, Trained), answer
-        assert answer.metrics.values["logprob_gap_max"] < 1e-5
+        assert trained(trainer, batch)["logprob_gap_max"] < 1e-5

@@ -33,15 +33,9 @@ from rollweave.train.packing import Packed
 from rollweave.train.passes import Passes
 from rollweave.train.rows import Row
 from rollweave.train.state import (
-    Residence,
-    Snapshot,
+    TrainedState,
     clip_gradients,
     learning_rate,
-    load_named_tensors,
-    load_optimizer_tensors,
-    named_tensors,
-    new_optimizer,
-    optimizer_tensors,
     set_learning_rate,
 )
 from rollweave.train.transformers_model import TransformersModel
@@ -228,7 +222,6 @@ class Critic:
         self._gae_lambda = config.critic.gae_lambda
         self._schedule = trainer if lr is None else trainer.model_copy(update={"lr": lr})
         self._steps = config.run.steps
-        self._ranks = ranks
         self.model = load_value_model(
             model_dir,
             config.model.implementation,
@@ -237,13 +230,7 @@ class Critic:
             ranks=ranks,
         )
         self.model.recompute_activations("activations" in trainer.save_memory)
-        self.optimizer = new_optimizer(
-            self.model,
-            lr=self._schedule.lr,
-            weight_decay=trainer.weight_decay,
-            offload="optimizer" in trainer.save_memory,
-        )
-        self.residence = Residence(self.model, self.optimizer, device, on_device=on_device)
+        self.state = TrainedState(self.model, self._schedule, ranks, device, on_device=on_device)
         self._passes = Passes(self.model, ranks, micro_tokens=trainer.micro_tokens, device=device)
         self._ready = False  # gradients of a minibatch
         self._explained = 0.0
@@ -263,7 +250,7 @@ class Critic:
         critic.
         """
         set_learning_rate(
-            self.optimizer, learning_rate(self._schedule, step=batch.step, steps=self._steps)
+            self.state.optimizer, learning_rate(self._schedule, step=batch.step, steps=self._steps)
         )
         self._losses, self._norms, self._explained = [], [], 0.0
         chosen = [index for index, row in enumerate(rows) if row.algorithm.advantage in OF_CRITIC]
@@ -305,7 +292,7 @@ class Critic:
 
         Raises `NonFiniteLossError`, after which `apply` does nothing.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.zero_grad(set_to_none=True)
         self._ready = False
         own = [index for index in chosen if rows[index].returns is not None]
         total = sum(int(_valued(rows[index]).sum()) for index in own)
@@ -336,9 +323,9 @@ class Critic:
     def apply(self) -> None:
         """Take the optimizer step of the gradient that `backward` has computed."""
         if self._ready:
-            self.optimizer.step()
+            self.state.optimizer.step()
         self._ready = False
-        self.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.zero_grad(set_to_none=True)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the batch; empty if the critic has not learned."""
@@ -349,25 +336,6 @@ class Critic:
             "critic_grad_norm": math.fsum(self._norms) / len(self._norms),
             "critic_explained": self._explained,
         }
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot.take(self.model, self.optimizer)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the weights (of this rank's shards), on the CPU."""
-        return named_tensors(self.model, self._ranks)
-
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the optimizer's state, on the CPU."""
-        return optimizer_tensors(self.model, self.optimizer, self._ranks)
-
-    def load(
-        self, tensors: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Restore the copies that `tensors` and `optimizer_tensors` have returned."""
-        load_named_tensors(self.model, tensors)
-        load_optimizer_tensors(self.model, self.optimizer, optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 def _explained(pairs: Sequence[tuple[torch.Tensor, Estimate]]) -> float:

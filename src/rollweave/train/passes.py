@@ -204,12 +204,7 @@ def warm_up(
     Trains on the output tokens, with `observations` on prompt and observation
     tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
     """
-    optimizer = new_optimizer(
-        passes.model,
-        lr=lr,
-        weight_decay=trainer.weight_decay,
-        offload="optimizer" in trainer.save_memory,
-    )
+    optimizer = new_optimizer(passes.model, trainer, lr=lr)
     losses = []
     for step in range(steps):
         examples = [

@@ -154,15 +154,13 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
 
 
-def new_optimizer(
-    model: nn.Module, *, lr: float, weight_decay: float, offload: bool = False
-) -> torch.optim.AdamW:
+def new_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> torch.optim.AdamW:
     """Return AdamW of the trained parameters, with its moments in the host's memory if
-    `offload`.
+    that is configured.
     """
-    kind = OffloadedAdamW if offload else torch.optim.AdamW
+    kind = OffloadedAdamW if "optimizer" in trainer.save_memory else torch.optim.AdamW
     parameters = trained_parameters(model).values()
-    return kind(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
+    return kind(parameters, lr=lr, betas=BETAS, weight_decay=trainer.weight_decay, fused=True)
 
 
 def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
@@ -276,29 +274,60 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor).to("cpu", copy=True)
 
 
-class Residence:
-    """Moves a model, the state of its optimizer and, if there is one, the reference.
-
-    Gradients are dropped: there are none between two steps.
+class TrainedState:
+    """A model that is trained, with its optimizer: what a checkpoint and a snapshot
+    have, and what moves between its device and the host's memory.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        trainer: TrainerConfig,
+        ranks: RankGroup,
         device: torch.device,
         *,
-        on_device: bool = True,
+        on_device: bool,
     ) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._model, self._ranks, self._device = model, ranks, device
         self._on_device = on_device
+        self.optimizer = new_optimizer(model, trainer, lr=trainer.lr)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot.take(self._model, self.optimizer)
+
+    def undo(self, before: Snapshot | None) -> None:
+        """Drop the gradients, and restore an earlier snapshot, if there is one."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if before is not None:
+            before.restore(self._model, self.optimizer)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights (of this rank's shards), on the CPU."""
+        return named_tensors(self._model, self._ranks)
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the optimizer's state, on the CPU."""
+        return optimizer_tensors(self._model, self.optimizer, self._ranks)
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Restore the copies that `tensors` and `optimizer_tensors` have returned.
+        Raises `TrainerError` for tensors of another model.
+        """
+        load_named_tensors(self._model, tensors)
+        load_optimizer_tensors(self._model, self.optimizer, optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def leave(self, reference: list[torch.Tensor] | None) -> None:
-        """Move everything to the host's memory, and give back the device's memory."""
-        self._optimizer.zero_grad(set_to_none=True)
+        """Move everything, and the reference if there is one, to the host's memory, and
+        give back the device's memory. Gradients are dropped: there are none between two
+        steps. On a CPU, only memory that a step has freed is given back.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
         if self._on_device and self._device.type != "cpu":
             self._model._apply(_to_host)  # type: ignore[no-untyped-call]
-            for state in self._optimizer.state.values():
+            for state in self.optimizer.state.values():
                 for key, value in state.items():
                     state[key] = _to_host(value)
             if reference is not None:
@@ -310,8 +339,8 @@ class Residence:
         """Move everything to the device. Raises RuntimeError if there is no room."""
         if not self._on_device and self._device.type != "cpu":
             self._model.to(self._device)
-            offloaded = isinstance(self._optimizer, OffloadedAdamW)
-            for parameter, state in self._optimizer.state.items():
+            offloaded = isinstance(self.optimizer, OffloadedAdamW)
+            for parameter, state in self.optimizer.state.items():
                 for key, value in state.items():
                     if not (offloaded and key in MOMENTS):
                         state[key] = self._to_device(value, parameter)

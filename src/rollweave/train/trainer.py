@@ -50,14 +50,10 @@ from rollweave.train.passes import DOMAIN_TRANSCRIPTS, SCRATCH_LR, Passes, group
 from rollweave.train.publishing import WeightPublisher
 from rollweave.train.rows import Row, batch_rows, overlong_fraction, teacher_kl
 from rollweave.train.state import (
-    Residence,
-    Snapshot,
+    TrainedState,
     clone_parameters,
     load_named_tensors,
-    load_optimizer_tensors,
     named_tensors,
-    new_optimizer,
-    optimizer_tensors,
     swapped_weights,
     trained_parameters,
 )
@@ -108,13 +104,7 @@ class Trainer:
             for name, each in trained_parameters(self._model).items()
         )
         trainer = config.trainer
-        self._optimizer = new_optimizer(
-            self._model,
-            lr=trainer.lr,
-            weight_decay=trainer.weight_decay,
-            offload="optimizer" in trainer.save_memory,
-        )
-        self._residence = Residence(self._model, self._optimizer, device, on_device=not alone)
+        self._state = TrainedState(self._model, trainer, ranks, device, on_device=not alone)
         self._passes = Passes(
             self._model, self._ranks, micro_tokens=trainer.micro_tokens, device=device
         )
@@ -227,7 +217,7 @@ class Trainer:
         update = Update(
             self._config,
             self._passes,
-            self._optimizer,
+            self._state.optimizer,
             batch=batch,
             rows=rows,
             reference=self._reference,
@@ -295,29 +285,26 @@ class Trainer:
         copy is kept only if there are several minibatches.
         """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
-        before = Snapshot.take(self._model, self._optimizer) if several else None
-        of_critic = self._critic.snapshot() if several and self._critic is not None else None
+        states = [self._state, *([] if self._critic is None else [self._critic.state])]
+        before = [state.snapshot() if several else None for state in states]
         try:
             yield
         except BaseException:
-            self._optimizer.zero_grad(set_to_none=True)
-            if before is not None:
-                before.restore(self._model, self._optimizer)
-            if of_critic is not None and self._critic is not None:
-                of_critic.restore(self._critic.model, self._critic.optimizer)
+            for state, snapshot in zip(states, before, strict=True):
+                state.undo(snapshot)
             raise
 
     def _enter(self) -> None:
         """Move the state to the device."""
-        self._residence.enter(self._reference)
+        self._state.enter(self._reference)
         if self._critic is not None:
-            self._critic.residence.enter(None)
+            self._critic.state.enter(None)
 
     def _leave(self) -> None:
         """Move the state to the host's memory."""
         if self._critic is not None:
-            self._critic.residence.leave(None)
-        self._residence.leave(self._reference)
+            self._critic.state.leave(None)
+        self._state.leave(self._reference)
 
     def _publish(self, command: Publish) -> Published:
         started = time.perf_counter()
@@ -357,16 +344,17 @@ class Trainer:
             )
         if self._writing and self._ranks.is_first:
             raise TrainerError("the previous checkpoint is still being written")
+        critic = self._critic
         return checkpoint.Checkpoint(
             step=self._step,
-            model=named_tensors(self._model, self._ranks),
-            optimizer=optimizer_tensors(self._model, self._optimizer, self._ranks),
+            model=self._state.tensors(),
+            optimizer=self._state.optimizer_tensors(),
             rng=_rng_state(),
             reference=self._named_reference(),
             stored=self._model.stored if self._config.lora is None else None,
             constants=self._constants(),
-            critic=None if self._critic is None else self._critic.tensors(),
-            critic_optimizer=None if self._critic is None else self._critic.optimizer_tensors(),
+            critic=None if critic is None else critic.state.tensors(),
+            critic_optimizer=None if critic is None else critic.state.optimizer_tensors(),
         )
 
     def _constants(self) -> dict[str, torch.Tensor]:
@@ -432,14 +420,12 @@ class Trainer:
             with swapped_weights(self._model, clone_parameters(self._model)):
                 load_named_tensors(self._model, state.reference)
                 reference = clone_parameters(self._model)
-        load_named_tensors(self._model, state.model)
-        load_optimizer_tensors(self._model, self._optimizer, state.optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._state.load(state.model, state.optimizer)
         if self._critic is not None:
             if state.critic is None:  # the run had no critic before
                 self._critic.start_from(self._model)
             else:
-                self._critic.load(state.critic, state.critic_optimizer or {})
+                self._critic.state.load(state.critic, state.critic_optimizer or {})
         _set_rng_state(state.rng)
         self._reference = reference
         self._step, self._parts_done = state.step, 0

@@ -5,10 +5,12 @@ beat the baselines.
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.config.run import PREDICTORS
@@ -20,8 +22,8 @@ BUILT = [name for name in PREDICTORS if name != "lm"]
 LEARNED = ["ridge", "boosted"]
 
 
-def predictor_of(name: str) -> ProgressivePredictor:
-    return ProgressivePredictor(functools.partial(build_regressor, name))
+def predictor_of(name: str, checkpoint: str | None = None) -> ProgressivePredictor:
+    return ProgressivePredictor(functools.partial(build_regressor, name, checkpoint=checkpoint))
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -188,3 +190,68 @@ def test_imports_nothing_before_a_regressor_is_built(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# The language model, on a tiny random model.
+
+VOCABULARY = 97
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("lm")
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["lm", "ridge", "boosted"])
+def test_reads_an_informative_plan(checkpoint: str, name: str) -> None:
+    """After a first turn that is only a plan, nothing else is informative."""
+    reading, blind = predictor_of(name, checkpoint), predictor_of(name, checkpoint)
+    teach(reading, trajectories(300, seed=1, opening=True, plans=True))
+    teach(blind, trajectories(300, seed=1, opening=True))
+    examples = quality(reading, trajectories(200, seed=2, opening=True, plans=True), 1)
+    untold = quality(blind, trajectories(200, seed=2, opening=True), 1)
+    assert (reading.failed_fits, blind.failed_fits) == (0, 0)
+    assert examples[0] > untold[0] + 0.2
+    assert examples[1] > untold[1] + 0.3
+
+
+def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) -> None:
+    from rollweave.train.regressors import BATCH, backbone  # scikit-learn takes a second
+
+    backbone.cache_clear()
+    states = backbone(checkpoint)
+    plans = [tuple(range(1, 2 + number % 7 * 5)) for number in range(2 * BATCH + 3)]
+    together = states([*plans, ()])
+    backbone.cache_clear()
+    separately = np.vstack([backbone(checkpoint)([plan]) for plan in [*plans, ()]])
+    assert together == pytest.approx(separately, abs=1e-5)
+    assert (together[-1] == 0).all()
+    assert (states(plans) == together[:-1]).all()
+
+
+def test_folds_ids_unknown_to_the_checkpoint(checkpoint: str) -> None:
+    from rollweave.train.regressors import backbone
+
+    states = backbone(checkpoint)
+    assert states([(3 + VOCABULARY, 2**31)]) == pytest.approx(states([(3, 2**31 % VOCABULARY)]))
+
+
+def test_an_invalid_checkpoint_fails_when_built(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="none"):
+        build_regressor("lm", checkpoint=str(tmp_path / "none"))
