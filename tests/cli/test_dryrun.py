@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -520,6 +521,9 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=60)
 
 
+WEIGHTS = "model.safetensors"
+
+
 class TestModelPath:
     """A checkpoint directory instead of a model from scratch."""
 
@@ -667,67 +671,63 @@ class TestModelPath:
             ("model", f"{rule} {run}, a run: its model is {best}/hf")
         ]
 
-    def test_refuses_a_checkpoint_without_weights(self, tmp_path: Path, model: Path) -> None:
-        (model / "model.safetensors").unlink()
-        ((name, detail),) = self.examine(tmp_path, model)
-        assert name == "model"
-        assert "must hold model.safetensors" in detail
+    @staticmethod
+    def edit(path: Path, **changes: object) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    def test_refuses_truncated_weights(self, tmp_path: Path, model: Path) -> None:
-        file = model / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-100])
-        ((_, detail),) = self.examine(tmp_path, model)
-        assert "model.safetensors must be a complete safetensors file" in detail
-
-    def test_refuses_an_index_that_names_a_missing_file(self, tmp_path: Path, model: Path) -> None:
-        (model / "model.safetensors").rename(model / "model-1.safetensors")
+    def split(self, model: Path) -> None:
+        (model / WEIGHTS).rename(model / "model-1.safetensors")
         (model / "model.safetensors.index.json").write_text(
             '{"weight_map": {"a": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}}'
         )
-        ((_, detail),) = self.examine(tmp_path, model)
-        assert "must name files beside it, got 'model-2.safetensors'" in detail
+
+    def truncate(self, model: Path) -> None:
+        file = model / WEIGHTS
+        file.write_bytes(file.read_bytes()[:-100])
+
+    def template(self, model: Path, text: str | None) -> None:
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+        self.edit(model / "tokenizer_config.json", chat_template=text)
 
     @pytest.mark.parametrize(
-        ("changes", "words"),
+        ("damage", "words"),
         [
+            (lambda _, model: (model / WEIGHTS).unlink(), f"must hold {WEIGHTS}"),
+            (truncate, f"{WEIGHTS} must be a complete safetensors file"),
+            (split, "must name files beside it, got 'model-2.safetensors'"),
             (
                 {"intermediate_size": 64},
                 "mlp.gate_proj.weight must have shape (64, 32), got (96, 32)",
             ),
             ({"tie_word_embeddings": False}, "missing ['lm_head.weight']"),
             ({"hidden_size": "x"}, "config.json must have values of the right types"),
+            ({"architectures": ["GPT2LMHeadModel"]}, "architectures must name one of"),
+            (
+                {"max_position_embeddings": 512},
+                "must be at most the model's context (512), got 1024",
+            ),
+            (lambda test, model: test.template(model, None), "must have a chat template"),
+            (
+                lambda test, model: test.template(model, "{{ messages[-1]['content'] }}"),
+                "cannot be extended turn by turn",
+            ),
         ],
     )
-    def test_refuses_weights_of_another_shape(
-        self, tmp_path: Path, model: Path, changes: dict[str, object], words: str
+    def test_refuses_a_checkpoint_that_is_damaged_or_does_not_fit(
+        self,
+        tmp_path: Path,
+        model: Path,
+        damage: dict[str, object] | Callable[["TestModelPath", Path], None],
+        words: str,
     ) -> None:
-        self.edit(model / "config.json", **changes)
-        ((_, detail),) = self.examine(tmp_path, model)
+        """`damage` are changes of config.json, or does the damage."""
+        if isinstance(damage, dict):
+            self.edit(model / "config.json", **damage)
+        else:
+            damage(self, model)
+        ((name, detail),) = self.examine(tmp_path, model)
+        assert name == ("tasks.max_tokens" if "context" in words else "model")
         assert words in detail
-
-    def test_refuses_an_unsupported_architecture(self, tmp_path: Path, model: Path) -> None:
-        self.edit(model / "config.json", architectures=["GPT2LMHeadModel"])
-        ((_, detail),) = self.examine(tmp_path, model)
-        assert "architectures must name one of" in detail
-
-    def test_refuses_a_context_that_is_too_short(self, tmp_path: Path, model: Path) -> None:
-        self.edit(model / "config.json", max_position_embeddings=512)
-        assert self.examine(tmp_path, model) == [
-            ("tasks.max_tokens", "must be at most the model's context (512), got 1024")
-        ]
-
-    def test_refuses_a_model_without_a_chat_template(self, tmp_path: Path, model: Path) -> None:
-        (model / "chat_template.jinja").unlink(missing_ok=True)
-        self.edit(model / "tokenizer_config.json", chat_template=None)
-        ((_, detail),) = self.examine(tmp_path, model)
-        assert "must have a chat template" in detail
-
-    def test_refuses_a_template_that_is_not_append_only(self, tmp_path: Path, model: Path) -> None:
-        template = "{{ messages[-1]['content'] }}"
-        (model / "chat_template.jinja").unlink(missing_ok=True)
-        self.edit(model / "tokenizer_config.json", chat_template=template)
-        ((_, detail),) = self.examine(tmp_path, model)
-        assert "cannot be extended turn by turn" in detail
 
     def test_checks_the_arguments_of_the_chat_template(self, tmp_path: Path, model: Path) -> None:
         given = "model.template_arguments={enable_thinking=false}"
@@ -738,10 +738,6 @@ class TestModelPath:
         )
         (model / "chat_template.jinja").write_text(TEMPLATES["switched"])
         assert self.examine(tmp_path, model, given) == []
-
-    @staticmethod
-    def edit(path: Path, **changes: object) -> None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_lists_relays_with_addresses_and_missing_transport_packages(

@@ -26,8 +26,9 @@ Editors that know JSON schemas check a file and complete its keys: write the sch
 with `rollweave config --json-schema > rollweave.schema.json`, and begin the file with
 `#:schema rollweave.schema.json` (Taplo, Even Better TOML).
 
-A setting that others exclude, or that has no effect together with them, is refused
-unless it has its default; [the last table](#settings-that-exclude-each-other) says when.
+A setting that others exclude is refused unless it has its default. A setting that only
+has no effect together with others is accepted, and named when a run starts. The
+[last two tables](#settings-that-exclude-each-other) say when.
 """
 
 
