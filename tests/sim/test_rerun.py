@@ -4,6 +4,7 @@ price.
 """
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -28,49 +29,28 @@ from rollweave.sim.rerun import (
     read_timings,
 )
 from rollweave.sim.trial import run_trial, try_out
-from rollweave.sim.world import World
+from rollweave.sim.world import Costs, World
 from tests.support.core import config as core_config
-from tests.support.recorded_runs import COSTS, recorded_run, recorded_settings
+from tests.support.recorded_runs import COSTS, Steps, recorded_run, recorded_settings
 from tests.support.simulation import Linear
 
 
-class Priced:
-    """A trainer and an engine with known times."""
+class Flat:
+    """An engine whose steps take a quarter of a second."""
 
     kv_tokens = 1 << 20
 
-    def step_s(self, *, tokens: int = 0, context: int = 0, **_: int) -> float:
-        return 2.0 + 0.001 * tokens if tokens else 0.25
+    def step_s(self, **_: int) -> float:
+        return 0.25
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         return 0.25 * steps
 
-    def publish_s(self) -> float:
-        return 0.5
 
-    def load_s(self, *, engines: int, tp: int) -> float:
-        return 0.125
-
-    def hop_s(self, *, share: float) -> float:
-        return share
-
-    def lag_s(self) -> float:
-        return 0.0
-
-    def beside_s(self, *, engines: int, tp: int) -> float:
-        return self.load_s(engines=engines, tp=tp)
-
-    def swap_s(self, *, engines: int, tp: int) -> float:
-        return 0.0625
-
-    def copy_s(self) -> float:
-        return 1.0
-
-    def checkpoint_s(self) -> float:
-        return 3.0
-
-    def saved_s(self, *, engines: int) -> float:
-        return 2.0 * engines
+PRICED: Costs = (
+    {("", 1): cast(Any, Flat())},
+    Steps(fixed=2.0, publish=0.5, load=0.125, swap=0.0625, copy=1.0, write=3.0),
+)
 
 
 def simulated() -> RunConfig:
@@ -83,9 +63,7 @@ def simulated() -> RunConfig:
 def simulate(config: RunConfig, path: Path) -> World:
     metrics = SimMetrics()
     with RunJournal(path) as journal:
-        world = World(
-            config, observer=metrics, journal=journal, costs=({("", 1): Priced()}, Priced())
-        )
+        world = World(config, observer=metrics, journal=journal, costs=PRICED)
         metrics.watch(world)
         world.run()
     return world
@@ -123,7 +101,7 @@ def test_a_run_that_trained_nothing_is_refused() -> None:
 
 def test_a_journal_that_was_compacted_is_refused(tmp_path: Path) -> None:
     config = simulated()
-    world = World(config, observer=SimMetrics(), costs=({("", 1): Priced()}, Priced()))
+    world = World(config, observer=SimMetrics(), costs=PRICED)
     world.start()
     for _ in range(20):
         world.step()

@@ -1,6 +1,7 @@
 """The directory of a simulated run whose costs are known."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollweave.record.journal import RunJournal
@@ -13,38 +14,47 @@ from tests.support.core import config as core_config
 from tests.support.simulation import Linear
 
 
+@dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A trainer whose steps take as long as some of the engines'."""
+    """A trainer with these seconds. By default its steps take as long as some of the
+    engines'.
+    """
+
+    fixed: float = 1.0
+    publish: float = 0.1
+    load: float = 0.1
+    swap: float = 0.05
+    copy: float = 0.1
+    write: float = 0.1
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        return 1.0 + 1e-3 * tokens
+        return self.fixed + 1e-3 * tokens
 
     def publish_s(self) -> float:
-        return 0.1
+        return self.publish
 
     def load_s(self, *, engines: int, tp: int) -> float:
-        return 0.1
+        return self.load
+
+    beside_s = load_s
 
     def hop_s(self, *, share: float) -> float:
-        return 0.1
+        return self.load
 
     def lag_s(self) -> float:
         return 0.0
 
-    def beside_s(self, *, engines: int, tp: int) -> float:
-        return 0.1
-
     def swap_s(self, *, engines: int, tp: int) -> float:
-        return 0.05
+        return self.swap
 
     def copy_s(self) -> float:
-        return 0.1
+        return self.copy
 
     def checkpoint_s(self) -> float:
-        return 0.1
+        return self.write
 
     def saved_s(self, *, engines: int) -> float:
-        return 0.1
+        return self.write
 
 
 COSTS: Costs = ({("", 1): Linear(1 << 20)}, Steps())

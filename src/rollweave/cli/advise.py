@@ -204,26 +204,34 @@ def _quoted(text: str) -> str:
 
 def pools_of(base: RunConfig, asked: Asked) -> dict[str, Pool]:
     """Return the GPUs of the options, else of the configuration. Raises ConfigError."""
-    if not asked.gpus and not asked.hardware:
-        return _priced(_configured(base), asked.price)
+    gpus = _asked(base, asked) if asked.gpus or asked.hardware else _configured(base)
+    if asked.price and len(asked.price) != len(gpus):
+        raise ConfigError(
+            f"--price must be given once for each kind of GPU ({len(gpus)}), got {len(asked.price)}"
+        )
+    prices: Sequence[float | None] = asked.price or [None] * len(gpus)
+    return {
+        name: Pool(gpu=chip, gpus=count, price=price)
+        for (name, (chip, count)), price in zip(gpus.items(), prices, strict=True)
+    }
+
+
+def _asked(base: RunConfig, asked: Asked) -> dict[str, tuple[str, int]]:
+    """Return the kind and the number of the GPUs of the options, by pool."""
     kinds = asked.hardware or [section(base).gpu]
     if len(kinds) != len(asked.gpus):
         raise ConfigError(
             f"--gpus must be given once for each --hardware ({len(kinds)}), got {len(asked.gpus)}"
         )
-    chips = [gpu(_no_profile(kind)).name for kind in kinds]
+    chips = list(map(_gpu_named, kinds))
     if len(set(chips)) != len(chips):
         raise ConfigError(f"--hardware must be distinct, got {', '.join(chips)}")
     names = [NO_POOL] if len(chips) == 1 else chips
-    pools = {
-        name: Pool(gpu=chip, gpus=count)
-        for name, chip, count in zip(names, chips, asked.gpus, strict=True)
-    }
-    return _priced(pools, asked.price)
+    return dict(zip(names, zip(chips, asked.gpus, strict=True), strict=True))
 
 
-def _configured(base: RunConfig) -> dict[str, Pool]:
-    """Return the GPUs of the simulated run that the configuration describes."""
+def _configured(base: RunConfig) -> dict[str, tuple[str, int]]:
+    """Return those of the simulated run that the configuration describes, by pool."""
     section(base)  # refuses a run without a section [sim]
     gpus = dict[str, int]()
     for number, group in enumerate(base.engines):
@@ -237,31 +245,17 @@ def _configured(base: RunConfig) -> dict[str, Pool]:
         if base.trainer.colocated
         else gpus.get(trains, 0) + base.trainer.ranks
     )
-    chips = {name: gpu(_no_profile(gpu_of(base, name)[0])).name for name in gpus}
-    if len(gpus) == 1:
-        ((name, count),) = gpus.items()
-        return {NO_POOL: Pool(gpu=chips[name], gpus=count)}
-    return {name: Pool(gpu=chips[name], gpus=count) for name, count in gpus.items()}
+    chips = {name: _gpu_named(gpu_of(base, name)[0]) for name in gpus}
+    return {NO_POOL if len(gpus) == 1 else name: (chips[name], gpus[name]) for name in gpus}
 
 
-def _priced(pools: Mapping[str, Pool], prices: Sequence[float]) -> dict[str, Pool]:
-    if prices and len(prices) != len(pools):
-        raise ConfigError(
-            f"--price must be given once for each kind of GPU ({len(pools)}), got {len(prices)}"
-        )
-    given: Sequence[float | None] = prices or [None] * len(pools)
-    return {
-        name: Pool(gpu=pool.gpu, gpus=pool.gpus, price=price)
-        for (name, pool), price in zip(pools.items(), given, strict=True)
-    }
-
-
-def _no_profile(name: str) -> str:
+def _gpu_named(name: str) -> str:
+    """Return the name of a GPU as the simulator has it."""
     if name.endswith(PROFILE):
         raise ConfigError(
             f"--hardware must name a GPU, since a profile is of one engine only, got {name!r}"
         )
-    return name
+    return gpu(name).name
 
 
 def rank_bytes(config: RunConfig) -> int:
