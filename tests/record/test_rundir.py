@@ -175,8 +175,7 @@ def test_what_is_no_file_is_reported_and_nothing_changes(
     put(run.path / name)
     before = tree(run.path)
     with pytest.raises(
-        ConfigError,
-        match=rf"^{run.path / name} must be a file, got a {kind}; move it away$",
+        ConfigError, match=rf"^{run.path / name} must be a file, got a {kind}; move it away$"
     ):
         RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before
@@ -192,8 +191,7 @@ def test_file_in_place_of_a_directory_is_reported(tmp_path: Path, name: str) -> 
     run.write_config(run_config)
     (run.path / name).touch()
     with pytest.raises(
-        ConfigError,
-        match=rf"^{run.path / name} must be a directory, got a file; move it away$",
+        ConfigError, match=rf"^{run.path / name} must be a directory, got a file; move it away$"
     ):
         RunDir.claim(run_config, resume=True)
 

@@ -328,8 +328,7 @@ def test_altered_record_is_not_read(tmp_path: Path) -> None:
         data[place] = 9
         path.write_bytes(data)
         with pytest.raises(
-            CorruptJournalError,
-            match=r"000000\.bin: record at byte 12 does not match",
+            CorruptJournalError, match=r"000000\.bin: record at byte 12 does not match"
         ):
             store.get([TrajectoryId("a")])
 
@@ -367,9 +366,7 @@ def test_truncation_keeps_exactly_the_complete_records(
 
 def test_sequences_that_were_written_before_origins_are_read() -> None:
     sequence = TokenSequence(
-        tokens=(1,),
-        segments=(Segment(start=0, end=1, kind=SegmentKind.PROMPT),),
-        logprobs=(0.0,),
+        tokens=(1,), segments=(Segment(start=0, end=1, kind=SegmentKind.PROMPT),), logprobs=(0.0,)
     )
     written = msgspec.to_builtins(sequence)
     assert written.pop("origin") is None

@@ -27,13 +27,7 @@ from rollweave.record.turn_log import (
 )
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import DiskError
-from rollweave.schema.serving import (
-    FinishReason,
-    GenerateResult,
-    Sampling,
-    TokenDelta,
-    VersionSpan,
-)
+from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta, VersionSpan
 from tests.support.properties import checked_every, examples
 
 CONTEXT = context_digest((1, 2, 3), Sampling())

@@ -110,9 +110,7 @@ def test_refuses_other_formats(tmp_path: Path) -> None:
         load(tmp_path / "c")
 
 
-def test_replaces_a_checkpoint_and_keeps_unrelated_files(
-    tmp_path: Path,
-) -> None:
+def test_replaces_a_checkpoint_and_keeps_unrelated_files(tmp_path: Path) -> None:
     write(tmp_path / "c", 1)
     (tmp_path / "c" / "core.msgpack").write_bytes(b"x")
     assert load(tmp_path / "c").step == 1
@@ -154,10 +152,7 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name])
     text = " at=a1<up> and more"
-    before, after = (
-        AutoTokenizer.from_pretrained(source),
-        AutoTokenizer.from_pretrained(exported),
-    )
+    before, after = (AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(exported))
     assert after(text).input_ids == before(text).input_ids
     assert after.chat_template == before.chat_template == dict.fromkeys(("default", "rag"), CHATML)
     assert tokenizer_files(exported) == tokenizer_files(source)

@@ -16,9 +16,7 @@ from hypothesis import assume, given, settings
 
 from rollweave.schema.base import GroupId
 from rollweave.schema.config.training import AlgorithmConfig
-from rollweave.schema.training import (
-    TrainOn,
-)
+from rollweave.schema.training import TrainOn
 from rollweave.schema.work import (
     Batch,
     ScoredGroup,
@@ -188,9 +186,7 @@ def test_a_restored_trainer_continues_bitwise(
     model_dir: Path, tmp_path: Path, implementation: str
 ) -> None:
     config = make_config(
-        advantage="gae",
-        trainer={"minibatches": 2, "epochs": 2},
-        implementation=implementation,
+        advantage="gae", trainer={"minibatches": 2, "epochs": 2}, implementation=implementation
     )
     first = Trainer(config, model_dir, tmp_path / "a")
     for step in range(4):

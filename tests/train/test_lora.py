@@ -15,10 +15,7 @@ from rollweave.runtime.preflight.model import _transformers
 from rollweave.runtime.preflight.site import Site
 from rollweave.schema.config.training import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
-from rollweave.schema.training import (
-    Restore,
-    TrainFailed,
-)
+from rollweave.schema.training import Restore, TrainFailed
 from rollweave.train.loading import implementation_of, load_trained_model
 from rollweave.train.lora import NewAdapters
 from rollweave.train.packing import Example, pack

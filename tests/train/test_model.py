@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import (
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rollweave.schema.errors import TrainerError
 from rollweave.train.model import Attention, Model, Reference, load_model
@@ -118,9 +112,7 @@ def test_one_token_sequences(checkpoint_dir: Path) -> None:
     compare(load_model(checkpoint_dir, dtype="float32", device=CPU), checkpoint_dir, examples)
 
 
-def test_large_attention_and_vocabularies_give_the_same_results(
-    checkpoint_dir: Path,
-) -> None:
+def test_large_attention_and_vocabularies_give_the_same_results(checkpoint_dir: Path) -> None:
     model = load_model(checkpoint_dir, dtype="float32", device=CPU)
     model.max_logits = 500
     for module in model.modules():

@@ -21,11 +21,7 @@ from rollweave.schema.base import GroupId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ModelConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
-from rollweave.schema.training import (
-    Measure,
-    Measured,
-    TrainerReply,
-)
+from rollweave.schema.training import Measure, Measured, TrainerReply
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train import trainer as trainer_module
 from rollweave.train.distributed import RankGroup
@@ -34,13 +30,7 @@ from rollweave.train.packing import Example, pack
 from rollweave.train.passes import Passes, warmup_example
 from rollweave.train.trainer import Trainer
 from tests.support.properties import examples
-from tests.support.trainers import (
-    CPU,
-    make_batch,
-    make_config,
-    make_sequence,
-    make_trajectory,
-)
+from tests.support.trainers import CPU, make_batch, make_config, make_sequence, make_trajectory
 from tests.support.training import poisoned
 from tests.train.asking import changed, published, refused, same, trained
 

@@ -164,10 +164,7 @@ def test_the_prompt_baseline_only_subtracts_sampled_tokens() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"a predictor must be one of ridge, .*, got 'rigde'",
-    ):
+    with pytest.raises(ConfigError, match=r"a predictor must be one of ridge, .*, got 'rigde'"):
         build_regressor("rigde")
     with pytest.raises(ConfigError, match="without a checkpoint"):
         build_regressor("lm")

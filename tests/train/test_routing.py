@@ -109,13 +109,7 @@ def test_the_experts_are_the_engines_and_their_weights_the_trainers(
     assert (free - chosen).abs().max() > 0.01  # the next pass is free again
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deepseek_v3",
-        pytest.param("mixtral", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_other_routers_follow_routes_too(tmp_path: Path, name: str) -> None:
     """Their own choices change nothing, and other choices do."""
     model = load(build(name, tmp_path / "m"))
@@ -210,9 +204,7 @@ def test_rows_have_the_routes_that_were_recorded(tmp_path: Path) -> None:
     assert batch_rows(batch, config.algorithm)[0].example.routes is None
 
 
-def test_the_gap_is_not_measured_where_an_engine_computed_the_context_again(
-    tmp_path: Path,
-) -> None:
+def test_the_gap_is_not_measured_where_an_engine_computed_the_context_again(tmp_path: Path) -> None:
     """After an update in the middle of a sequence it has chosen other experts there."""
 
     def of_two_versions(sequence: TokenSequence) -> TokenSequence:

@@ -139,9 +139,7 @@ def test_training_on_text_leaves_the_vision_tower_unchanged(tmp_path: Path, name
     assert examine(build("qwen3", tmp_path / "text"))[1] == []
 
 
-def test_logits_in_parts_and_recomputed_activations_give_the_same_results(
-    tmp_path: Path,
-) -> None:
+def test_logits_in_parts_and_recomputed_activations_give_the_same_results(tmp_path: Path) -> None:
     path, examples = build("gemma2", tmp_path / "m"), make_examples(5)
     plain, other = load(path), load(path)
     other.recompute_activations(True)

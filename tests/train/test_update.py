@@ -82,10 +82,7 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
     frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = config.trainer
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=trainer.lr,
-        betas=(0.9, 0.95),
-        weight_decay=trainer.weight_decay,
+        model.parameters(), lr=trainer.lr, betas=(0.9, 0.95), weight_decay=trainer.weight_decay
     )
     for batch in batches:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -185,11 +182,7 @@ CASES: list[dict[str, Any]] = [
     {"loss": "cispo", "clip_high": 0.3, "aggregate": "budget"},
     {"loss": "dppo", "clip_low": 0.001, "clip_high": 0.001},
     {"correction": "icepop", "advantage": "reinforce_pp_baseline"},
-    {
-        "advantage": "rloo",
-        "kl": 0.1,
-        "own": {"other": {"advantage": "grpo"}},
-    },
+    {"advantage": "rloo", "kl": 0.1, "own": {"other": {"advantage": "grpo"}}},
 ]
 
 

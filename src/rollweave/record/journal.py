@@ -77,19 +77,11 @@ class JournalReader:
         return None
 
     def __iter__(self) -> Iterator[tuple[float, JournalEntry]]:
-        """Yield every complete `(now, entry)`, in order.
+        """Return every complete `(now, entry)`, in order.
 
         Raises CorruptJournalError at the first damaged record before the tail.
         """
-        for raw in JOURNAL.scan(self._path):
-            if raw.kind != RECORD:
-                continue
-            try:
-                yield _decode(raw.payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise CorruptJournalError(
-                    f"{self._path}: record at byte {raw.offset} does not decode: {error}"
-                ) from error
+        return (timed for _, timed in JOURNAL.decoded(self._path, RECORD, _decode))
 
 
 class RunJournal:

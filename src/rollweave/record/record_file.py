@@ -10,15 +10,18 @@ offset and remedy.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
+import msgspec
 import xxhash
 
 from rollweave.io.reading import opened
 from rollweave.schema.errors import CorruptJournalError
+
+T = TypeVar("T")
 
 HEADER = struct.Struct("<8sI")  # magic, version
 # payload bytes, kind, checksum of both and of the offset, xxh3-64 of the payload
@@ -117,6 +120,25 @@ class RecordFormat:
                     return
                 yield Record(offset=offset, end=end, kind=kind, payload=payload)
                 offset = end
+
+    def decoded(
+        self, path: Path, kind: int, decode: Callable[[bytes], T], *, start: int = 0
+    ) -> Iterator[tuple[Record, T]]:
+        """Yield the records of `scan` that are of this kind, each with what `decode`
+        makes of its payload.
+
+        Raises CorruptJournalError also for a payload that does not decode.
+        """
+        for record in self.scan(path, start=start):
+            if record.kind != kind:
+                continue
+            try:
+                value = decode(record.payload)
+            except (msgspec.DecodeError, ValueError, struct.error) as error:
+                raise CorruptJournalError(
+                    f"{path}: record at byte {record.offset} does not decode: {error}"
+                ) from error
+            yield record, value
 
     def _check_header(self, path: Path, data: bytes) -> None:
         magic, version = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"", 0)

@@ -178,13 +178,7 @@ def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> i
     """
     path = segment_path(directory, number)
     end = SEGMENT.header_bytes(path)
-    for record in SEGMENT.scan(path):
-        try:
-            key = _Key.decode(record.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptJournalError(
-                f"{path}: record at byte {record.offset} does not decode: {error}"
-            ) from error
+    for record, key in SEGMENT.decoded(path, RECORD, _Key.decode):
         if isinstance(key, Scored):
             keys.append(key)
         elif isinstance(key, Rescored):

@@ -97,6 +97,13 @@ _decoder = msgspec.msgpack.Decoder(TurnRecord)
 _owner = msgspec.msgpack.Decoder(_Owner)
 
 
+def _attempt_of(payload: bytes) -> tuple[Attempt, int]:
+    """Return the attempt of a record, and the record's number in it."""
+    life, index = PREFIX.unpack_from(payload)
+    owner = _owner.decode(memoryview(payload)[PREFIX.size :])
+    return (owner.trajectory_id, owner.attempt, life.hex()), index
+
+
 def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
     """Return the digest by which a turn's context and way of sampling are recognized: a
     resumed run may have other settings. The seed and `max_tokens` do not count, since
@@ -390,15 +397,7 @@ class TurnLog:
         segment = self._segments[number] = _Segment()
         try:
             segment.size = path.stat().st_size
-            for record in SEGMENT.scan(path):
-                try:
-                    life, index = PREFIX.unpack_from(record.payload)
-                    owner = _owner.decode(memoryview(record.payload)[PREFIX.size :])
-                except (msgspec.DecodeError, ValueError, struct.error) as error:
-                    raise CorruptJournalError(
-                        f"{path}: record at byte {record.offset} does not decode: {error}"
-                    ) from error
-                attempt = (owner.trajectory_id, owner.attempt, life.hex())
+            for record, (attempt, index) in SEGMENT.decoded(path, RECORD, _attempt_of):
                 if attempt in wanted and index == self._counts.get(attempt, 0):
                     self._add(number, attempt, record.offset, record.end)
         except (CorruptJournalError, OSError) as error:

@@ -16,6 +16,7 @@ import msgspec
 from rollweave.io.reading import named
 from rollweave.record.record_file import HEADER
 from rollweave.record.store import (
+    RECORD,
     SEGMENT,
     Rescored,
     Scored,
@@ -225,13 +226,8 @@ class AttemptIndex:
 
     def _read(self, number: int) -> None:
         path = segment_path(self._directory, number)
-        for record in SEGMENT.scan(path, start=self._ends.get(number, 0)):
-            try:
-                key = _decode(record.payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise CorruptJournalError(
-                    f"{path}: record at byte {record.offset} does not decode: {error}"
-                ) from error
+        start = self._ends.get(number, 0)
+        for record, key in SEGMENT.decoded(path, RECORD, _decode, start=start):
             match key:
                 case Scored():
                     self._score(key)
