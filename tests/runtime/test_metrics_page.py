@@ -36,7 +36,7 @@ STRUCTS = {
 """Sections whose keys are exactly the fields of a struct."""
 
 SOURCES = {
-    "step": ("runtime/metrics.py", "record/summary.py", "sim/metrics.py"),
+    "step": ("runtime/metrics.py", "record/summary.py", "sim/run.py"),
     "trainer": (
         "train/update.py",
         "train/critic.py",
@@ -50,7 +50,7 @@ SOURCES = {
     "workers": ("record/summary.py",),
     "affinity": ("record/summary.py",),
     "evaluation": ("runtime/metrics.py",),
-    "other": ("runtime/metrics.py", "runtime/launch.py", "runtime/world.py", "sim/metrics.py"),
+    "other": ("runtime/metrics.py", "runtime/launch.py", "runtime/world.py", "sim/run.py"),
 }
 """The modules that write the keys of all other sections."""
 

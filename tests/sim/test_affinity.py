@@ -5,8 +5,7 @@ import pytest
 from benchmarks.affinity import FULL, NEITHER, READS, THINKS, UNIFORM, WRONG, config
 from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.run import simulate
+from rollweave.sim.run import SimMetrics, simulate
 from rollweave.sim.workload import Drawn
 from rollweave.sim.world import World
 

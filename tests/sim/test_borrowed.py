@@ -17,8 +17,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim import serving
 from rollweave.sim.lender import ACTIVATION_S
-from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.run import Outcome, SimMetrics, simulate
 from rollweave.sim.serving import ServingCluster
 from rollweave.sim.world import World
 from tests.support.borrowing import Watch, config, lenders

@@ -16,7 +16,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import EngineCost, SharedCost
 from rollweave.sim.hardware import gpu, model
 from rollweave.sim.hosts import SimHosts
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.world import World, costs_of
 from tests.support.properties import checked_every
 from tests.support.simulation import config, decode_step

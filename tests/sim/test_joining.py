@@ -13,7 +13,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.world import World
 from tests.support.referee import Referee
 from tests.support.simulation import config

@@ -11,7 +11,7 @@ from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.fleet import _profile
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.world import World
 from tests.support.simulation import config
 

@@ -17,7 +17,6 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.candidates import Candidate, Prediction
-from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.rerun import (
     LENGTH,
     MeasuredEngine,
@@ -28,6 +27,7 @@ from rollweave.sim.rerun import (
     fit_line,
     read_timings,
 )
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.trial import run_trial, try_out
 from rollweave.sim.world import Costs, World
 from tests.support.core import config as core_config

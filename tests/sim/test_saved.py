@@ -9,7 +9,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.events import Event
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.world import World
 from tests.support.simulation import config
 

@@ -11,7 +11,7 @@ from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.hardware import GPUS_PER_MACHINE
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.world import World
 from tests.support.properties import checked_every
 from tests.support.referee import Referee

@@ -7,7 +7,7 @@ import pytest
 from rollweave.schema.config.rollout import ModeName
 from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.hardware import Link, gpu, link, model
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.world import World
 from rollweave_papers import laminar, laminar_weights
 from rollweave_papers.laminar import efficiency

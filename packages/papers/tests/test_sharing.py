@@ -16,8 +16,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.lender import Lender
 from rollweave.sim.lending import REPORT_S
-from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.run import simulate
+from rollweave.sim.run import SimMetrics, simulate
 from rollweave.sim.world import World
 from rollweave_papers import sharing
 from rollweave_papers.sharing import (

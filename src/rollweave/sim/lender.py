@@ -30,9 +30,9 @@ from rollweave.core.policy.admission import (
     ttft_slack,
 )
 from rollweave.core.policy.kv_budget import HEADROOM, LEASE_S, KvBudget
-from rollweave.sim.coserving import Memory, profiled
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.engine import Done, SimEngine
+from rollweave.sim.traffic import Memory, profiled
 
 PAGE_BYTES = 2 << 20
 """Bytes of a page of memory (ROSE §4.1)."""

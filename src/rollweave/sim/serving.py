@@ -19,14 +19,13 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
-from rollweave.sim.coserving import Memory
 from rollweave.sim.cost import ACTIVATION_BYTES, MEMORY_FRACTION, EngineCost
 from rollweave.sim.engine import SimEngine
 from rollweave.sim.hardware import Gpu, ModelShape, gpu, model
 from rollweave.sim.hosts import NO_POOL, gpu_of
 from rollweave.sim.lender import ACTIVATION_S, Lender, Served
 from rollweave.sim.lending import Latencies, Lending, LentEngine
-from rollweave.sim.traffic import Arrival, drawn, recorded
+from rollweave.sim.traffic import Arrival, Memory, drawn, recorded
 
 OWN = ("cooperative", "ttft", "tpot")
 """The ways of `sharing` that are here: ROSE's, and its admission by one limit.

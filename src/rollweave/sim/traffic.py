@@ -1,5 +1,6 @@
-"""Requests that arrive at serving engines: drawn with the burstiness of production
-traffic, or read from a trace in the format of the public Azure traces.
+"""The serving model beside a run: the requests of its users, drawn with the burstiness
+of production traffic or read from a trace in the format of the public Azure traces; the
+memory that it shares with a rollout model, and its profile (ROSE §4.1, §6.1).
 
 ROSE §3.2 reports of a 24-hour trace of Microsoft: the busiest minute has 1.7 times the
 mean rate of the day, and the busiest second of three windows of five minutes has 4.22,
@@ -16,8 +17,10 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rollweave.core.policy.admission import Curve, Profile
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
+from rollweave.sim.cost import EngineCosts
 
 DAY_S = 86_400.0
 DAY_PEAK = 1.7
@@ -169,3 +172,47 @@ def count(where: str, name: str, text: str, *, least: int = 1) -> int:
     if number < least:
         raise ConfigError(f"{where}: {name} must be a number of at least {least}, got {text!r}")
     return number
+
+
+PROFILED_TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192)
+PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Prompts and batches whose steps are profiled."""
+
+PROFILED_CONTEXT = 1200
+"""Tokens of each context in the profile: about those of a request half answered."""
+
+
+class Memory(Struct, frozen=True, kw_only=True):
+    """Bytes of an engine: all, those for KV beside the weights of both models, and of a
+    token of each.
+    """
+
+    total: float
+    kv: float
+    serving_token: float
+    rollout_token: float
+
+
+def profiled(cost: EngineCosts) -> Profile:
+    """Return what a serving model would measure of itself before it lends."""
+    prompts = Curve(
+        tuple(
+            (
+                tokens,
+                cost.step_s(
+                    prefill_tokens=tokens,
+                    prefill_context=tokens * (tokens + 1) // 2,
+                    decode=0,
+                    decode_context=0,
+                ),
+            )
+            for tokens in PROFILED_TOKENS
+        )
+    )
+    decode = Curve(
+        tuple(
+            (batch, cost.decode_s(decode=batch, decode_context=batch * PROFILED_CONTEXT, steps=1))
+            for batch in PROFILED_BATCHES
+        )
+    )
+    return Profile(mono=prompts, chunked=prompts, decode=decode)

@@ -26,7 +26,7 @@ from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.candidates import Prediction
-from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import SimMetrics
 from rollweave.sim.workload import Plan, Workload
 from rollweave.sim.world import Costs, World, costs_of
 

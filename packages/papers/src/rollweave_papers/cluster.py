@@ -21,8 +21,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.families import INIT_TIMEOUT_S
-from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.run import Outcome, SimMetrics, simulate
 from rollweave.sim.workers import Dedicated, Judges, Serverless
 from rollweave.sim.workload import Plan, Workload, workload
 from rollweave.sim.world import Costs, Journal, World

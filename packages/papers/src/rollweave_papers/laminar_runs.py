@@ -19,8 +19,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
 from rollweave.sim.hardware import Link, ModelShape, gpu, link, model
 from rollweave.sim.hosts import NO_POOL
-from rollweave.sim.metrics import SimMetrics, kv_used
-from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.run import Outcome, SimMetrics, kv_used, simulate
 from rollweave.sim.world import World
 from rollweave_papers.cluster import ExperimentError, Setup, run_to_end, run_until
 
