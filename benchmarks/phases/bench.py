@@ -28,7 +28,7 @@ from benchmarks.scheduling.rollouts import (
     read_rollouts,
     read_samples,
 )
-from rollweave.engine.servers.vllm import vllm_version
+from rollweave.engine.servers.vllm import VllmKind
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
@@ -189,7 +189,7 @@ def _why_no_vllm(*, quick: bool) -> str | None:
     if (python := interpreter()) is None:
         return MISSING
     try:
-        vllm_version(python, moves_kv=True)
+        VllmKind().version(python, moves_kv=True)
     except ConfigError as error:
         return f"{python} {error}"
     return None

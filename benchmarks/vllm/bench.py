@@ -21,7 +21,7 @@ from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, to_ta
 from benchmarks.soak.lineage import versions_of
 from benchmarks.vllm.phases import read_updates
 from rollweave.engine.servers.reports import PHASES
-from rollweave.engine.servers.vllm import vllm_version
+from rollweave.engine.servers.vllm import VllmKind
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import JournalReader
 from rollweave.record.rundir import RunDir
@@ -76,7 +76,7 @@ def bench_vllm(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     modes = {name: MODES[name] for name in QUICK_MODES} if quick else MODES
     if (python := interpreter()) is None:
         return not_measured(modes, MISSING)
-    version = vllm_version(python)
+    version = VllmKind().version(python)
     path = example(CONFIG)
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else SEEDS

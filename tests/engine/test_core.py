@@ -567,51 +567,38 @@ def test_allowed_tokens_only_and_their_plain_logprobs(model: torch.nn.Module, pa
         assert logprob_error(model, PROMPTS[1 if name == "free" else 0], results[name]) <= TOLERANCE
 
 
+REFUSED = {
+    "at least one token": request("empty", []),
+    "[0, 97), got 1 to 97": request("foreign", [1, VOCAB]),
+    "[0, 97), got -1": request("negative", [-1]),
+    "context of 512 tokens, got a prompt of 512": request("long", [1] * 512),
+    "rank must be finite": request("rank", [1], rank=float("nan")),
+    "budget_s must be 0 (none) or more": msgspec.structs.replace(
+        request("budget", [1]), budget_s=float("nan")
+    ),
+    "sampling.allowed must be in": request("allowed", [1], allowed=(VOCAB,)),
+    "sampling.stop needs a tokenizer": request("text", [1], stop=("end",)),
+    "sampling.stop must have at most 64, got 65": request("stops", [1], stop=("end",) * 65),
+    "at most 4096 characters, got one of 4097": request("stop", [1], stop=("e" * 4097,)),
+    "stop_token_ids must have at most 4096": request("ids", [1], stop_token_ids=(1,) * 4097),
+    "sampling.allowed must have at most 97": request("all", [1], allowed=(1,) * (VOCAB + 1)),
+}
+
+
 def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
-    long = [1] * 511
-    requests = [
-        request("twice", PROMPTS[0], max_tokens=30),
-        request("twice", PROMPTS[0]),
-        request("empty", []),
-        request("foreign", [1, VOCAB]),
-        request("negative", [-1]),
-        request("long", [1] * 512),
-        request("rank", [1], rank=float("nan")),
-        msgspec.structs.replace(request("budget", [1]), budget_s=float("nan")),
-        request("allowed", [1], allowed=(VOCAB,)),
-        request("text", [1], stop=("end",)),
-        request("stops", [1], stop=("end",) * 65),
-        request("stop", [1], stop=("e" * 4097,)),
-        request("ids", [1], stop_token_ids=(1,) * 4097),
-        request("all", [1], allowed=(1,) * (VOCAB + 1)),
-        request("edge", long, max_tokens=50),
-    ]
-    outcome = drive(spec(path), requests)
-    errors = {
-        result.id: result.error for result in outcome.answers if result.finish is FinishReason.ERROR
-    }
-    assert "unique" in errors["twice"]
-    assert "at least one token" in errors["empty"]
-    assert "[0, 97)" in errors["foreign"]
-    assert "[0, 97)" in errors["negative"]
-    assert "context of 512 tokens, got a prompt of 512" in errors["long"]
-    assert "rank" in errors["rank"]
-    assert "budget_s must be 0 (none) or more" in errors["budget"]
-    assert "allowed" in errors["allowed"]
-    assert "tokenizer" in errors["text"]
-    assert "sampling.stop must have at most 64, got 65" in errors["stops"]
-    assert "strings of at most 4096 characters, got one of 4097" in errors["stop"]
-    assert "sampling.stop_token_ids must have at most 4096" in errors["ids"]
-    assert "sampling.allowed must have at most 97" in errors["all"]
-    assert (
-        sum(
-            result.id == "twice" and result.finish is FinishReason.LENGTH
-            for result in outcome.answers
-        )
-        == 1
+    twice = [request("twice", PROMPTS[0], max_tokens=30), request("twice", PROMPTS[0])]
+    edge = request("edge", [1] * 511, max_tokens=50)
+    outcome = drive(spec(path), [*twice, *REFUSED.values(), edge])
+    failed = [answer for answer in outcome.answers if answer.finish is FinishReason.ERROR]
+    errors = {answer.id: answer.error for answer in failed}
+    assert "unique" in errors.pop("twice")
+    assert {words: words in errors[asked.id] for words, asked in REFUSED.items()} == dict.fromkeys(
+        REFUSED, True
     )
-    edge = outcome.results["edge"]  # the context ends before max_tokens does
-    assert (edge.finish, len(edge.tokens)) == (FinishReason.LENGTH, 1)
+    assert len(errors) == len(REFUSED)
+    ended = [answer for answer in outcome.answers if answer.finish is FinishReason.LENGTH]
+    # the context ends before max_tokens does
+    assert {answer.id: len(answer.tokens) for answer in ended} == {"twice": 30, "edge": 1}
 
 
 def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -337,40 +338,40 @@ async def assert_untouched(engine: EngineClient) -> None:
     assert (result.cached_tokens, result.finish) == (0, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"dtype": "bfloat16"}, "dtype of the KV must be this engine's float32, got bfloat16"),
-        ({"layout": "other"}, "layout of the KV must be"),
-        ({"layers": 3}, "layers of the KV must be this engine's 2, got 3"),
-        ({"kv_heads": 4}, "kv_heads of the KV"),
-        ({"head_dim": 8}, "head_dim of the KV"),
-        ({"block_tokens": 16}, "block_tokens of the KV must be this engine's 8, got 16"),
-        ({"model": "0" * 32}, "model of the KV"),
-        ({"publication_id": 7}, "publication_id of the KV must be this engine's -1, got 7"),
-        ({"tokens": 39}, "whole blocks"),
-        ({"tokens": 0}, "whole blocks"),
-        ({"tokens": -8}, "whole blocks"),
-        ({"tokens": 48}, "whole blocks of the 43 of the context, got 48"),
-        ({"tokens": 32}, "4 blocks have"),
-        ({"nbytes": 1}, "5 blocks have"),
-        ({"key": bytes(16)}, "the KV belongs to other tokens"),
-        ({"chunk_blocks": 0}, "in chunks of 0"),
-        ({"chunk_blocks": 2}, "5 blocks in chunks of 2 do not have 1 digests"),
-        ({"digests": ()}, "do not have 0 digests"),
-        ({"digests": (1,)}, "differs from what was exported"),
-        ({"where": KvMemory(path="/proc/1/fd/99")}, "cannot open, the publisher is gone"),
-        ({"where": KvMemory(path="/dev/zero")}, "not a payload"),
-        ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
-    ],
-)
-async def test_incompatible_manifest_is_refused(
-    start: Start, changes: dict[str, Any], error: str
-) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "bfloat16"}, "dtype of the KV must be this engine's float32, got bfloat16"),
+    ({"layout": "other"}, "layout of the KV must be"),
+    ({"layers": 3}, "layers of the KV must be this engine's 2, got 3"),
+    ({"kv_heads": 4}, "kv_heads of the KV"),
+    ({"head_dim": 8}, "head_dim of the KV"),
+    ({"block_tokens": 16}, "block_tokens of the KV must be this engine's 8, got 16"),
+    ({"model": "0" * 32}, "model of the KV"),
+    ({"publication_id": 7}, "publication_id of the KV must be this engine's -1, got 7"),
+    ({"tokens": 39}, "whole blocks"),
+    ({"tokens": 0}, "whole blocks"),
+    ({"tokens": -8}, "whole blocks"),
+    ({"tokens": 48}, "whole blocks of the 43 of the context, got 48"),
+    ({"tokens": 32}, "4 blocks have"),
+    ({"nbytes": 1}, "5 blocks have"),
+    ({"key": bytes(16)}, "the KV belongs to other tokens"),
+    ({"chunk_blocks": 0}, "in chunks of 0"),
+    ({"chunk_blocks": 2}, "5 blocks in chunks of 2 do not have 1 digests"),
+    ({"digests": ()}, "do not have 0 digests"),
+    ({"digests": (1,)}, "differs from what was exported"),
+    ({"where": KvMemory(path="/proc/1/fd/99")}, "cannot open, the publisher is gone"),
+    ({"where": KvMemory(path="/dev/zero")}, "not a payload"),
+    ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
+]
+
+
+async def test_incompatible_manifest_is_refused(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source)
-    with pytest.raises(KvError, match=re.escape(error)):
-        await target.import_kv(PROMPT, msgspec.structs.replace(manifest, **changes))
+    for changes, error in REFUSED:
+        with pytest.raises(KvError, match=re.escape(error)):
+            await target.import_kv(PROMPT, msgspec.structs.replace(manifest, **changes))
+    with pytest.raises(KvError, match="other tokens"):
+        await target.import_kv([PROMPT[0] + 1, *PROMPT[1:]], manifest)
     await assert_untouched(target)
 
 
@@ -392,14 +393,6 @@ async def test_an_engine_of_another_kind_refuses(
         await source.import_kv(PROMPT, await exported(target))
 
 
-async def test_kv_of_other_tokens_is_refused(start: Start) -> None:
-    source, target = await start(), await start()
-    manifest = await exported(source)
-    with pytest.raises(KvError, match="other tokens"):
-        await target.import_kv([PROMPT[0] + 1, *PROMPT[1:]], manifest)
-    await assert_untouched(target)
-
-
 async def test_a_model_of_the_same_shape_and_other_weights_is_another(
     start: Start, tmp_path: Path
 ) -> None:
@@ -408,46 +401,49 @@ async def test_a_model_of_the_same_shape_and_other_weights_is_another(
         await target.import_kv(PROMPT, await exported(source))
 
 
-@pytest.mark.parametrize("place", [0, 1, 1000, -1])
-async def test_flipped_bit_is_detected(start: Start, place: int) -> None:
+@contextmanager
+def elsewhere(manifest: KvManifest, content: bytes) -> Iterator[KvManifest]:
+    """The manifest with this content in other memory."""
+    fd = os.memfd_create("other")
+    os.write(fd, content)
+    yield msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}"))
+    os.close(fd)
+
+
+async def test_flipped_bit_is_detected(start: Start) -> None:
     source, target = await start(), await start()
+    for place in (0, 1, 1000, -1):
 
-    def flipped(payload: bytes) -> bytes:
-        changed = bytearray(payload)
-        changed[place] ^= 16
-        return bytes(changed)
+        def flipped(payload: bytes, place: int = place) -> bytes:
+            changed = bytearray(payload)
+            changed[place] ^= 16
+            return bytes(changed)
 
-    manifest = await exported(source)
-    fd = os.memfd_create("flipped")
-    try:
-        os.write(fd, flipped(memory_of(manifest)))
-        other = msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}"))
-        with pytest.raises(KvError, match="differs from what was exported"):
+        manifest = await exported(source)
+        with (
+            elsewhere(manifest, flipped(memory_of(manifest))) as other,
+            pytest.raises(KvError, match="differs from what was exported"),
+        ):
             await target.import_kv(PROMPT, other)
-    finally:
-        os.close(fd)
-    manifest = await exported(source, "tcp")
-    where = await relay(manifest, lambda payload: [flipped(payload)])
-    with pytest.raises(KvError, match="differs from what was exported"):
-        await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
+        source.release_kv(manifest.id)
+        manifest = await exported(source, "tcp")
+        where = await relay(manifest, lambda payload, flipped=flipped: [flipped(payload)])  # type: ignore[misc]
+        with pytest.raises(KvError, match="differs from what was exported"):
+            await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
+        source.release_kv(manifest.id)
     await assert_untouched(target)
 
 
 async def test_truncated_payload_is_detected(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source)
-    fd = os.memfd_create("cut")
-    try:
-        os.write(fd, memory_of(manifest)[:-1])
-        with pytest.raises(
+    with (
+        elsewhere(manifest, memory_of(manifest)[:-1]) as cut,
+        pytest.raises(
             KvError, match=f"{manifest.nbytes - 1} bytes, the manifest says {manifest.nbytes}"
-        ):
-            await target.import_kv(
-                PROMPT,
-                msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}")),
-            )
-    finally:
-        os.close(fd)
+        ),
+    ):
+        await target.import_kv(PROMPT, cut)
     for count in (0, 1, manifest.nbytes - 1):
         manifest = await exported(source, "tcp")
         where = await relay(manifest, lambda payload, count=count: [payload[:count]])  # type: ignore[misc]

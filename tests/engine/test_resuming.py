@@ -209,17 +209,15 @@ def test_resumed_tokens_that_end_the_turn_sample_nothing(
         tokens[:first],
         2.5,
     )
-    errors = {
-        name: result.error
-        for name, result in outcome.results.items()
-        if result.finish is FinishReason.ERROR
-    }
-    assert errors.keys() == {"over", "long", "foreign", "nan", "room"}
-    assert "must end where the turn stops" in errors["over"]
-    assert "not be more than the 3 of the whole turn" in errors["long"]
-    assert "resumed.tokens must be in [0, 97)" in errors["foreign"]
-    assert "resumed.logprobs must be finite" in errors["nan"]
-    assert "not be more than the 2 of the whole turn" in errors["room"]
+    for name, words in {
+        "over": "must end where the turn stops",
+        "long": "not be more than the 3 of the whole turn",
+        "foreign": "resumed.tokens must be in [0, 97)",
+        "nan": "resumed.logprobs must be finite",
+        "room": "not be more than the 2 of the whole turn",
+    }.items():
+        assert outcome.results[name].finish is FinishReason.ERROR
+        assert words in outcome.results[name].error
 
 
 def test_stop_string_across_the_boundary(path: str) -> None:
@@ -346,15 +344,15 @@ def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -
             )
 
 
+class Fifths(Seconds):
+    """A step takes a fifth of a second."""
+
+    def step(self, *_: object) -> None:
+        self.now += 0.2
+
+
 def test_one_message_reports_all_requests_at_the_interval(path: str) -> None:
-    """A step takes a fifth of a second, so every third step is reported, which is after
-    half a second.
-    """
-
-    class Fifths(Seconds):
-        def step(self, *_: object) -> None:
-            self.now += 0.2
-
+    """Every third step is reported, which is after half a second."""
     adds: list[EngineCommand] = [
         Add(request=request(str(i), p, seed=i, max_tokens=13), report_s=PROGRESS_S)
         for i, p in enumerate(PROMPTS)
@@ -365,14 +363,9 @@ def test_one_message_reports_all_requests_at_the_interval(path: str) -> None:
 
 
 def test_the_most_impatient_request_sets_the_interval_while_it_lives(path: str) -> None:
-    """A step takes a fifth of a second: every step is reported until the turn that a
-    client reads has ended, and every third one from then on.
+    """Every step is reported until the turn that a client reads has ended, and every
+    third one from then on.
     """
-
-    class Fifths(Seconds):
-        def step(self, *_: object) -> None:
-            self.now += 0.2
-
     adds: list[EngineCommand] = [
         Add(request=request("slow", PROMPTS[0], max_tokens=13), report_s=PROGRESS_S),
         Add(request=request("read", PROMPTS[1], max_tokens=5), report_s=STREAM_S),

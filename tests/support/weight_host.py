@@ -26,8 +26,8 @@ from rollweave.schema.weights import (
 from rollweave.weights.memory import Ranges, combined_digest, seal
 from rollweave.weights.relay import Relay
 from rollweave.weights.serve import Broadcast, ServedVersion, serve_version
-from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import Channel, Request, Transport
+from rollweave.weights.tcp import Channel, Tcp
+from rollweave.weights.transport import Request
 
 KIB = 1 << 10
 
@@ -174,7 +174,7 @@ def parts_of(whole: Memory, count: int = 3) -> Iterator[Parts]:
 class Host:
     """A relay in this process, and its answers."""
 
-    def __init__(self, transport: Transport, *, linger_s: float = 60.0) -> None:
+    def __init__(self, transport: Tcp, *, linger_s: float = 60.0) -> None:
         self.answers: asyncio.Queue[RelayReply] = asyncio.Queue()
         self.stalls: list[VersionStalled] = []
         self.relay = Relay(transport, self._on_reply, linger_s=linger_s)
@@ -231,9 +231,7 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def hosts(
-    count: int, *transports: Transport, linger_s: float = 60.0
-) -> AsyncIterator[list[Host]]:
+async def hosts(count: int, *transports: Tcp, linger_s: float = 60.0) -> AsyncIterator[list[Host]]:
     """Run `count` relays, each over one of the `transports` (the last for the rest) or
     TCP.
     """

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 
 from rollweave.schema.weights import RelayAddress, WeightManifest
 from rollweave.weights.serve import pull
-from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import Body, Channel, FetchError, Range, RawRanges, Request
+from rollweave.weights.tcp import Channel, Tcp
+from rollweave.weights.transport import Body, FetchError, Range, RawRanges, Request
 from tests.support.properties import examples
 from tests.support.weight_host import tapped, tensors_of, versions
 

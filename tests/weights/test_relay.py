@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, VersionFailed, VersionFetched
-from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import STALL_BEATS, Channel
+from rollweave.weights.tcp import STALL_BEATS, Channel, Tcp
 from tests.support.weight_host import (
     KIB,
     SHAPES,
@@ -247,7 +246,7 @@ async def test_a_slow_source_does_not_count_as_stalled() -> None:
                 for start in range(0, len(data), 1 << 14):
                     writer.write(data[start : start + (1 << 14)])
                     await writer.drain()
-                await asyncio.sleep(2.0 * len(data) / total)
+                await asyncio.sleep(1.2 * len(data) / total)
             await task
             for end in (writer, inner):
                 end.close()

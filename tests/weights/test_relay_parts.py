@@ -156,7 +156,8 @@ async def test_a_part_that_is_gone_comes_from_the_source() -> None:
 
 @pytest.mark.variants
 @pytest.mark.parametrize("damage", ["digest", "overlap", "gap"])
-async def test_damaged_parts_are_refused(damage: str) -> None:
+async def test_damaged_parts_are_refused(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    monkeypatch.setattr("rollweave.weights.serve.UNKNOWN_VERSION_S", 0.5)
     with versions(1) as (whole,), parts_of(whole, 2) as parts:
         one, two = parts.manifest.parts
         if damage == "digest":

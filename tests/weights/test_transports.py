@@ -1,5 +1,5 @@
-"""One contract for all transports: TCP, a fake without a network, and the libraries
-that are installed.
+"""One contract for all transports: TCP alone, and with the libraries that are
+installed.
 """
 
 import asyncio
@@ -16,30 +16,31 @@ import xxhash
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.weights import RelayAddress, VersionFetched
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.tcp import MAX_CONNECTIONS, MAX_UNAUTHENTICATED, Tcp, transport_of
+from rollweave.weights.tcp import (
+    MAX_CONNECTIONS,
+    MAX_UNAUTHENTICATED,
+    Channel,
+    Listener,
+    Serve,
+    Tcp,
+    transport_of,
+)
 from rollweave.weights.transport import (
     Body,
-    Channel,
     FetchError,
     KeepAlive,
-    Listener,
     Message,
     Raw,
     Refused,
-    Serve,
-    Transport,
 )
 from tests.support.weight_host import hosts, versions
-from tests.weights.fake_transport import FakeTransport
 
 IDLE_TIMEOUT_S = 0.5
 
 
-def make(kind: str) -> Transport:
+def make(kind: str) -> Tcp:
     try:
         match kind:
-            case "fake":
-                return FakeTransport(idle_timeout_s=IDLE_TIMEOUT_S)
             case "mooncake":
                 return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=MooncakeCarrier("127.0.0.1"))
             case "nixl":
@@ -49,22 +50,14 @@ def make(kind: str) -> Transport:
     return Tcp(idle_timeout_s=IDLE_TIMEOUT_S)
 
 
-KINDS = ["tcp", "fake", "mooncake", "nixl"]
-Two = tuple[Transport, Transport]
-
-
-def several(kind: str, count: int) -> list[Transport]:
-    """Return one transport per host, or the same fake for all, as it is the network."""
-    if kind == "fake":
-        return [make(kind)] * count
-    return [make(kind) for _ in range(count)]
+KINDS = ["tcp", "mooncake", "nixl"]
+Two = tuple[Tcp, Tcp]
 
 
 @pytest.fixture(params=KINDS)
 def transports(request: pytest.FixtureRequest) -> Two:
     """The transport that listens, and the one that connects."""
-    one, two = several(request.param, 2)
-    return one, two
+    return make(request.param), make(request.param)
 
 
 @pytest.fixture
@@ -210,7 +203,7 @@ async def test_rejects_wrong_secrets_and_closed_ports(transports: Two) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_carries_a_chain_of_relays(kind: str) -> None:
     with versions(2) as (old, new):
-        async with hosts(3, *several(kind, 3)) as chain:
+        async with hosts(3, *(make(kind) for _ in range(3))) as chain:
             for memory, base_id in ((old, None), (new, 1)):
                 for host, source in zip(chain, (None, *chain), strict=False):
                     host.start_fetch(memory.manifest, source, base_id=base_id, keep=(1,))

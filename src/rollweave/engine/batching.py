@@ -65,9 +65,9 @@ class Entry:
         """Number of tokens that are not computed yet; a sequence that decodes has 1."""
         return len(self.tokens) - self.computed
 
-    @property
-    def order(self) -> tuple[float, int]:
-        return (-self.rank, self.arrival)
+
+def _order(entry: Entry) -> tuple[float, int]:
+    return (-entry.rank, entry.arrival)
 
 
 class StepWork(NamedTuple):
@@ -114,10 +114,6 @@ class StepPlan:
             sum(contexts),
             max(prompts, default=0),
         )
-
-
-def _order(entry: Entry) -> tuple[float, int]:
-    return (-entry.rank, entry.arrival)
 
 
 class Batcher:

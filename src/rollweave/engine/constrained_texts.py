@@ -8,7 +8,7 @@ its mask has come, or it ends; a step waits at most `MASKS_S` for masks.
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,8 @@ mask comes later waits for the next step.
 """
 
 
-class Finish(Protocol):
-    """Ends a live request."""
-
-    def __call__(self, state: RequestState, finish: FinishReason, error: str = "") -> None: ...
+Finish = Callable[[RequestState, FinishReason, str], None]
+"""Ends a live request, with an error or ""."""
 
 
 class ConstrainedTexts:
@@ -133,7 +131,7 @@ class ConstrainedTexts:
             allowed = np.unpackbits(bits, count=self._vocab, bitorder="little")
             state.forbidden = ~allowed.view(np.bool_)
         elif state.logprobs:
-            self._finish(state, FinishReason.STOP)
+            self._finish(state, FinishReason.STOP, "")
         else:
             error = "sampling.constraint cannot be met: no token can begin the text"
             self._finish(state, FinishReason.REFUSED, error)

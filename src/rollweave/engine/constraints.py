@@ -41,10 +41,11 @@ from rollweave.engine.matchers import (
     MaskReply,
     TextCommand,
     Vocabulary,
+    read_frame,
 )
 from rollweave.io.boot import die_with
 from rollweave.io.tokenizer import read_tokenizer
-from rollweave.io.wire import LENGTH, decoder_of, encode, frame
+from rollweave.io.wire import decoder_of, encode, frame
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
@@ -272,22 +273,12 @@ class Connection:
 
     def receive(self) -> bytes | None:
         """Return the next payload; None at the end of the stream."""
-        head = self._read(LENGTH.size)
-        return None if head is None else self._read(LENGTH.unpack(head)[0])
+        return read_frame(self._socket)
 
     def send(self, reply: MaskReply) -> None:
         """Send a reply, which is dropped if the client has closed the connection."""
         with contextlib.suppress(OSError):
             self._socket.sendall(b"".join(frame(encode(reply))))
-
-    def _read(self, count: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < count:
-            more = self._socket.recv(count - len(data))
-            if not more:
-                return None
-            data += more
-        return bytes(data)
 
 
 class Worker:

@@ -299,19 +299,13 @@ class EngineCore:
         """
         started, model, released = self._clock(), self.runner.model, self.runner.released
         if self._loads_beside and not released:
-
-            def finish(swap: Callable[[], None] | None, error: str) -> None:
-                if swap is None:
-                    self.reply(LoadFailed(version=version, error=error))
-                    return
-                swap()
-                self._loaded(version, publication_id, started)
-
             read_beside(
                 model,
                 read,
                 update=self.runner.update,
-                done=lambda swap, error: self._between_steps(lambda: finish(swap, error)),
+                between_steps=self._between_steps,
+                loaded=lambda: self._loaded(version, publication_id, started),
+                failed=lambda error: self.reply(LoadFailed(version=version, error=error)),
             )
             return
         try:
@@ -489,9 +483,8 @@ class EngineCore:
         if self._streams.pop(state.request.id, None) is not None:
             self._schedule_progress()
         self.planner.remove(state.request.id)
-        self.reply(
-            Generated(result=state.result(finish, now=now, step_clock=step_clock, error=error))
-        )
+        result = state.result(finish, now=now, step_clock=step_clock, error=error)
+        self.reply(Generated(result=result))
 
     def stats(self) -> EngineStats:
         """Return a sample of the engine's state."""

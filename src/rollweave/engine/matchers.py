@@ -154,6 +154,24 @@ class _Text:
     worker: int = -1
 
 
+def read_frame(source: socket.socket) -> bytes | None:
+    """Read the next frame and nothing more; return its payload, None at the end of the
+    stream. Raises OSError.
+    """
+    head = _read(source, LENGTH.size)
+    return None if head is None else _read(source, LENGTH.unpack(head)[0])
+
+
+def _read(source: socket.socket, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        more = source.recv(count - len(data))
+        if not more:
+            return None
+        data += more
+    return bytes(data)
+
+
 class _Process:
     """A running process, used by one thread. `kill` may be called on any."""
 
@@ -175,23 +193,13 @@ class _Process:
     def receive(self, within_s: float) -> MaskReply | None:
         """Return the next reply, None if the process is gone. Raises TimeoutError."""
         self._ours.settimeout(within_s)
-        head = self._read(LENGTH.size)
-        payload = None if head is None else self._read(LENGTH.unpack(head)[0])
+        try:
+            payload = read_frame(self._ours)
+        except TimeoutError:
+            raise
+        except OSError:
+            return None
         return None if payload is None else _reply_of(payload)
-
-    def _read(self, count: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < count:
-            try:
-                more = self._ours.recv(count - len(data))
-            except TimeoutError:
-                raise
-            except OSError:
-                more = b""
-            if not more:
-                return None
-            data += more
-        return bytes(data)
 
     def kill(self) -> None:
         kill_group(self._process)

@@ -1,5 +1,5 @@
-"""Measures the decode step times of an engine, by batch size, before it serves
-(`EngineSpec.profile`).
+"""Measures steps of an engine; `step_times` are those of its decode steps, by batch
+size, before it serves (`EngineSpec.profile`).
 
 A measured step is complete: planned, computed and sampled, over contexts that are
 declared computed, since the content of the pool does not change the time. Afterwards
@@ -14,7 +14,7 @@ import time
 from rollweave.engine.batching import Batcher, Entry
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.runner import Runner
-from rollweave.engine.sampler import pack, sample
+from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.schema.events import StepTime
 from rollweave.schema.serving import EngineSpec, Sampling
 
@@ -73,17 +73,31 @@ def _step_s(runner: Runner, batch: int, context: int) -> float:
     for entry, _ in batcher.plan().prefill:
         batcher.advance(entry, context - 1)
     params = pack([Sampling()] * batch, vocab=runner.shape.vocab, device=runner.model.device)
-    seconds: list[float] = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        plan = batcher.plan()
-        entries, logits, _ = runner.compute(plan)
-        tokens, _, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
-        for entry, token in zip(entries, tokens, strict=True):
-            batcher.advance(entry, 1)
-            entry.tokens.append(token)
-        seconds.append(time.perf_counter() - started)
+    seconds = [measured_step(runner, batcher, params) for _ in range(steps)]
+    forget_all(runner, batcher)
+    return statistics.median(seconds[WARM_STEPS:])
+
+
+def measured_step(runner: Runner, batcher: Batcher, params: RowParams | None = None) -> float:
+    """Plan, compute and sample a step, and return its seconds. With `params`, the
+    sampling parameters need not be packed.
+    """
+    started = time.perf_counter()
+    plan = batcher.plan()
+    entries, logits, _ = runner.compute(plan)
+    if params is None:
+        rows = [Sampling()] * len(entries)
+        params = pack(rows, vocab=runner.shape.vocab, device=runner.model.device)
+    tokens, _, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
+    for entry, count in [*((entry, 1) for entry in plan.decode), *plan.prefill]:
+        batcher.advance(entry, count)
+    for entry, token in zip(entries, tokens, strict=True):
+        entry.tokens.append(token)
+    return time.perf_counter() - started
+
+
+def forget_all(runner: Runner, batcher: Batcher) -> None:
+    """Leave nothing of the sequences that were measured."""
     for entry in batcher.running:
         runner.drop(entry)
-        pool.erase(entry.blocks)
-    return statistics.median(seconds[WARM_STEPS:])
+        runner.pool.erase(entry.blocks)

@@ -21,7 +21,7 @@ complete.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +39,6 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-
-
-class Decoding(Protocol):
-    """The part of a tokenizer that this module needs."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -67,7 +61,7 @@ class StopStrings:
     one.
     """
 
-    def __init__(self, tokenizer: Decoding, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
         self._longest = max((len(text) for text in self._stop), default=0)

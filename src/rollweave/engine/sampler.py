@@ -16,32 +16,15 @@ of the logits before the temperature, in vLLM's order: biases and bans, then pen
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollweave.schema.serving import Adjustments, GenerateRequest, Sampling, TokenChances
+from rollweave.engine.request_state import RequestState
+from rollweave.schema.serving import Adjustments, Sampling, TokenChances
 
 NEVER = float("-inf")
-
-
-class _Entry(Protocol):
-    tokens: list[int]
-
-
-class RowState(Protocol):
-    """The state of a row's request: its tokens, of which `prompt_tokens` are the
-    prompt, and the tokens that end it.
-    """
-
-    request: GenerateRequest
-    prompt_tokens: int
-    stop_ids: frozenset[int]
-
-    @property
-    def entry(self) -> _Entry: ...
 
 
 @dataclass(slots=True)
@@ -76,7 +59,7 @@ class AdjustedRows:
     """The adjusted rows of a batch, of which `rows` are the indices."""
 
     def __init__(
-        self, states: Sequence[RowState], rows: list[int], *, vocab: int, device: torch.device
+        self, states: Sequence[RequestState], rows: list[int], *, vocab: int, device: torch.device
     ) -> None:
         self.rows = torch.tensor(rows, device=device)
         self._states = [states[row] for row in rows]
@@ -166,7 +149,7 @@ class ReportedRows:
     one.
     """
 
-    def __init__(self, states: Sequence[RowState], rows: list[int]) -> None:
+    def __init__(self, states: Sequence[RequestState], rows: list[int]) -> None:
         self._rows = rows
         self._requests = [states[row].request for row in rows]
 
@@ -192,7 +175,7 @@ def likeliest(logprobs: torch.Tensor, count: int) -> list[TokenChances]:
     ]
 
 
-def _of(state: RowState) -> Adjustments:
+def _of(state: RequestState) -> Adjustments:
     adjustments = state.request.sampling.adjustments
     assert adjustments is not None, "of adjusted rows alone"
     return adjustments
@@ -274,7 +257,7 @@ def pack(
     *,
     vocab: int,
     device: torch.device,
-    states: Sequence[RowState] = (),
+    states: Sequence[RequestState] = (),
 ) -> RowParams:
     """Collect the rows' parameters. A parameter that no row uses costs nothing later.
     `states` are needed if rows are adjusted, or report more than their tokens.

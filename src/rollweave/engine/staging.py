@@ -167,13 +167,19 @@ def read_beside(
     read: Callable[[], dict[str, torch.Tensor]],
     *,
     update: Callable[[DecoderWeights], None],
-    done: Callable[[Callable[[], None] | None, str], None],
+    between_steps: Callable[[Callable[[], None]], None],
+    loaded: Callable[[], None],
+    failed: Callable[[str], None],
 ) -> None:
-    """Read and verify weights on another thread, which yields to the steps, and then
-    calls `done` with what puts them in use between two of them: `update` with a second
-    copy if there is room for one, else a copy of each parameter. After a failure it is
-    None, beside the error.
+    """Read and verify weights on another thread, which yields to the steps, and put
+    them in use between two of them: by `update` with a second copy if there is room for
+    one, else by a copy of each parameter. Then `loaded` is called, or `failed` with the
+    error, also between two steps.
     """
+
+    def swap(put: Callable[[], None]) -> None:
+        put()
+        loaded()
 
     def work() -> None:
         yield_to_others()
@@ -183,14 +189,15 @@ def read_beside(
                 model.check(tensors)
                 if missing_bytes(model) > 0:
                     incoming = model.incoming(tensors)
-                    done(lambda: model.weights.load(incoming), "")
+                    between_steps(lambda: swap(lambda: model.weights.load(incoming)))
                     return
                 weights = model.allocate()
                 weights.load(model.incoming(tensors))
         except (WeightsError, OSError, ValueError, RuntimeError, MemoryError) as raised:
-            done(None, str(raised) or type(raised).__name__)
+            error = str(raised) or type(raised).__name__
+            between_steps(lambda: failed(error))
             return
-        done(lambda: update(weights), "")
+        between_steps(lambda: swap(lambda: update(weights)))
 
     threading.Thread(target=work, name="loading", daemon=True).start()
 

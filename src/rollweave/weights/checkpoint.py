@@ -293,14 +293,6 @@ def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shard.get_slice(name).get_shape()) for name, shard in _tensors(directory)}
 
 
-def read_formats(directory: Path) -> set[str]:
-    """Return the tensors' number formats, as safetensors names them (F32, BF16).
-
-    Raises ConfigError like `read_sizes`.
-    """
-    return {str(shard.get_slice(name).get_dtype()) for name, shard in _tensors(directory)}
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a checkpoint's weights. Raises ConfigError like
     `read_sizes`.

@@ -44,9 +44,9 @@ def seal(fd: int, *, in_flight: bool = False) -> None:
     )
 
 
-def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
-    """Return the payload of exactly `nbytes` bytes at `location`: mapped if it is
-    sealed, else copied. Writes to it stay private.
+def open_payload(location: str, nbytes: int, *, where: str) -> int:
+    """Open the payload of exactly `nbytes` bytes at `location`, and return its
+    descriptor, which the caller closes.
 
     Raises `WeightsError`, whose text begins with `where`.
     """
@@ -55,12 +55,22 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
         fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
+    status = os.fstat(fd)
+    regular = stat.S_ISREG(status.st_mode)
+    if regular and status.st_size == nbytes:
+        return fd
+    os.close(fd)
+    if not regular:
+        raise WeightsError(f"{where}: not a payload")
+    raise WeightsError(f"{where}: {status.st_size} bytes, the manifest says {nbytes}")
+
+
+def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
+    """Return the payload of exactly `nbytes` bytes at `location`: mapped if it is
+    sealed, else copied. Writes to it stay private. Raises as `open_payload` does.
+    """
+    fd = open_payload(location, nbytes, where=where)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise WeightsError(f"{where}: not a payload")
-        if status.st_size != nbytes:
-            raise WeightsError(f"{where}: {status.st_size} bytes, the manifest says {nbytes}")
         if nbytes == 0:
             return bytearray()
         if is_sealed(fd):
@@ -69,17 +79,39 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
         # copy it, then verify the copy.
         payload = bytearray(nbytes)
         with memoryview(payload) as view:
-            done = 0
-            while done < nbytes:
-                count = os.readv(fd, [view[done : done + READ_CHUNK]])
-                if count == 0:
-                    raise WeightsError(f"{where}: shrank to {done} bytes while being read")
-                done += count
+            if (done := read_into(view, fd)) < nbytes:
+                raise WeightsError(f"{where}: shrank to {done} bytes while being read")
         return payload
     except OSError as error:
         raise WeightsError(f"{where}: cannot read ({error})") from error
     finally:
         os.close(fd)
+
+
+def read_into(view: memoryview, fd: int, offset: int = 0) -> int:
+    """Read bytes of a file from `offset` on into `view`, and return their number, which
+    is less than the view's length only at the end of the file. Raises OSError.
+    """
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done : done + READ_CHUNK]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def hash_file(content: Any, fd: int, start: int, stop: int) -> None:
+    """Add bytes `[start, stop)` of a file to a hash. Raises OSError if they are not
+    there.
+    """
+    with memoryview(bytearray(min(READ_CHUNK, stop - start))) as buffer:
+        while start < stop:
+            count = os.preadv(fd, [buffer[: stop - start]], start)
+            if count == 0:
+                raise OSError(f"shrank to {start} bytes")
+            content.update(buffer[:count])
+            start += count
 
 
 def is_sealed(fd: int) -> bool:

@@ -24,7 +24,7 @@ import xxhash
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import TensorMeta, WeightManifest, WeightPart
-from rollweave.weights.memory import READ_CHUNK, read_version, seal
+from rollweave.weights.memory import READ_CHUNK, hash_file, read_version, seal
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes: a cache line, and a multiple of every element size."""
@@ -102,9 +102,7 @@ class PayloadWriter:
 
     def __init__(self, fd: int, nbytes: int, gaps: Mapping[int, int] | None = None) -> None:
         """`gaps` maps the start of each padding, which is never written, to its end."""
-        self.fd = fd
-        self.nbytes = nbytes
-        self._gaps = gaps or {}
+        self.fd, self.nbytes, self._gaps = fd, nbytes, gaps or {}
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
 
@@ -143,27 +141,16 @@ class PayloadWriter:
 
         Raises OSError.
         """
-        with memoryview(bytearray(READ_CHUNK)) as buffer:
-            while self._hashed < self.nbytes:
-                count = os.preadv(self.fd, [buffer], self._hashed)
-                if count == 0:
-                    raise OSError(f"shrank to {self._hashed} of {self.nbytes} bytes")
-                self._hash.update(buffer[:count])
-                self._hashed += count
+        hash_file(self._hash, self.fd, self._hashed, self.nbytes)
+        self._hashed = self.nbytes
         digest: str = self._hash.hexdigest()
         return digest
 
     def digest_of(self, ranges: Iterable[tuple[int, int]]) -> str:
         """Return the xxh3-128 of these ranges, in hex. Raises OSError."""
         content = xxhash.xxh3_128()
-        with memoryview(bytearray(READ_CHUNK)) as buffer:
-            for start, stop in ranges:
-                while start < stop:
-                    count = os.preadv(self.fd, [buffer[: stop - start]], start)
-                    if count == 0:
-                        raise OSError(f"shrank to {start} of {self.nbytes} bytes")
-                    content.update(buffer[:count])
-                    start += count
+        for start, stop in ranges:
+            hash_file(content, self.fd, start, stop)
         return content.hexdigest()
 
     def close(self) -> None:
@@ -195,14 +182,9 @@ class Draft:
         memfd's location is `/proc/<pid>/fd/<n>`: any process that may read this
         process's descriptors may read it.
         """
-        self._metas, self._version, self._publication_id, self._memfd = (
-            metas,
-            version,
-            publication_id,
-            memfd,
-        )
+        self._metas, self._memfd, self._ranges, self._rank = metas, memfd, ranges, rank
+        self._version, self._publication_id = version, publication_id
         self._path: Path | None = None
-        self._ranges, self._rank = ranges, rank
         nbytes = max((meta.offset + meta.nbytes for meta in metas), default=0)
         mark = f"weights-{os.getpid()}-{publication_id}-{secrets.token_hex(8)}.bin"
         fd = -1
@@ -290,9 +272,7 @@ class Publisher:
     def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self._directory = directory
-        self._keep = keep
-        self._memfd = memfd
+        self._directory, self._keep, self._memfd = directory, keep, memfd
         self._open: list[Publication] = []
         _remove_leftovers(directory)
 

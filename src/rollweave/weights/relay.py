@@ -11,16 +11,12 @@ the versions kept, the versions arriving, and the deltas of the newest two versi
 """
 
 import asyncio
-import functools
 import os
-import stat
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from rollweave.schema.weights import (
@@ -31,34 +27,20 @@ from rollweave.schema.weights import (
     ServePart,
     VersionFailed,
     VersionFetched,
-    VersionStalled,
     WeightManifest,
     WeightPart,
 )
+from rollweave.weights.arrivals import SUPERSEDED, Arrival, PendingVersion
 from rollweave.weights.memory import in_thread
 from rollweave.weights.serve import (
     Broadcast,
     DeltaPiece,
     ServedVersion,
     VersionDelta,
-    pull,
     serve_version,
 )
-from rollweave.weights.transport import (
-    Body,
-    Channel,
-    Delta,
-    FetchError,
-    KeepAlive,
-    Listener,
-    Message,
-    Range,
-    Raw,
-    Refused,
-    Request,
-    StallDetector,
-    Transport,
-)
+from rollweave.weights.tcp import Channel, Listener, Tcp
+from rollweave.weights.transport import Body, FetchError, Range, Refused, Request
 from rollweave.weights.version_store import (
     StoredVersion,
     VersionStore,
@@ -67,6 +49,7 @@ from rollweave.weights.version_store import (
     chunks_of,
     close_all,
     encode_spans,
+    open_source,
 )
 
 CHUNK_BYTES = 4 << 20
@@ -77,9 +60,6 @@ LINGER_S = 60.0
 controller takes to find one.
 """
 
-MAX_PIECE_BYTES = 1 << 30
-"""Maximum bytes of payload in one received piece."""
-
 DELTA_VERSIONS = 2
 """Number of newest versions whose deltas are kept: the version in transit, and the
 version before it for relays that are late.
@@ -87,27 +67,6 @@ version before it for relays that are late.
 
 ENCODERS = 4
 """Maximum number of threads that encode deltas."""
-
-_SUPERSEDED = "superseded by another FetchVersion of the same version"
-
-
-@dataclass
-class _PendingVersion:
-    """A version that is being fetched."""
-
-    manifest: WeightManifest
-    commands: deque[FetchVersion] = field(default_factory=deque)
-    writer: VersionWriter | None = None
-    channel: Channel | None = None
-    """Connection to the source from which it arrives."""
-    nbytes: int = 0
-    started: float = field(default_factory=time.monotonic)
-    worker: "asyncio.Task[None] | None" = None
-    work: "asyncio.Task[StoredVersion] | None" = None
-    expiry: asyncio.TimerHandle | None = None
-    cancel_reason: str = _SUPERSEDED
-    """The error to report for cancelled work."""
-    cancelled: bool = False
 
 
 class ServedPart:
@@ -137,7 +96,7 @@ class Relay:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Tcp,
         report: Callable[[RelayReply], None],
         *,
         linger_s: float = LINGER_S,
@@ -147,7 +106,7 @@ class Relay:
         self._served: dict[int, ServedVersion] = {}
         self._parts: list[ServedPart] = []
         """Parts of one version that is not fetched here."""
-        self._pending: dict[int, _PendingVersion] = {}
+        self._pending: dict[int, PendingVersion] = {}
         self._keep: set[int] = set()
         self._arrivals = Broadcast()
         self._encoding: dict[int, asyncio.Task[None]] = {}
@@ -172,8 +131,8 @@ class Relay:
                     pending,
                     f"evicted: the FetchVersion of publication {publication_id} does not keep it",
                 )
-        pending = self._pending.setdefault(publication_id, _PendingVersion(command.manifest))
-        pending.cancel_reason, pending.cancelled = _SUPERSEDED, False
+        pending = self._pending.setdefault(publication_id, PendingVersion(command.manifest))
+        pending.cancel_reason, pending.cancelled = SUPERSEDED, False
         if pending.expiry is not None:
             pending.expiry.cancel()
         pending.commands.append(command)
@@ -195,7 +154,7 @@ class Relay:
         if any(served.part == part for served in self._parts):
             return
         try:
-            fd = _open_part(part, manifest.nbytes)
+            fd = open_source(part.location, manifest.nbytes)
         except FetchError as error:
             print(error, file=sys.stderr)
             return  # requests for it are refused
@@ -244,7 +203,7 @@ class Relay:
 
     # Fetching.
 
-    async def _run_commands(self, pending: _PendingVersion) -> None:
+    async def _run_commands(self, pending: PendingVersion) -> None:
         """Execute the commands of one version. Only the last command counts."""
         publication_id = pending.manifest.publication_id
         while pending.commands:
@@ -274,7 +233,7 @@ class Relay:
                 self._linger_s, self._cancel, pending, reason
             )
 
-    def _answer(self, pending: _PendingVersion, work: "asyncio.Task[StoredVersion]") -> FetchReply:
+    def _answer(self, pending: PendingVersion, work: "asyncio.Task[StoredVersion]") -> FetchReply:
         publication_id = pending.manifest.publication_id
         if work.cancelled():
             return VersionFailed(
@@ -295,9 +254,7 @@ class Relay:
             publication_id=publication_id, reason="broken", error=f"{type(error).__name__}: {error}"
         )
 
-    async def _fetch_version(
-        self, command: FetchVersion, pending: _PendingVersion
-    ) -> StoredVersion:
+    async def _fetch_version(self, command: FetchVersion, pending: PendingVersion) -> StoredVersion:
         """Fetch and store the version. Raises FetchError."""
         manifest = command.manifest
         check_same(pending.manifest, manifest)
@@ -310,12 +267,18 @@ class Relay:
         writer = await self._open_writer(command, pending)
         version = self._served[manifest.publication_id]
         deltas = version.expect_delta(base.identity if base is not None else None)
+        arrival = Arrival(self._transport, self._report, pending, writer, version)
         if command.parts:
-            await self._fetch_parts(command, pending, writer, version)
-        elif command.source is None:
-            await self._load_local(pending, writer, version, command.chunk_bytes)
+            await arrival.fetch_parts(command)
+        elif command.source is not None:
+            await arrival.receive(command.source, base, deltas)
         else:
-            await self._fetch_remote(command.source, pending, writer, version, base, deltas)
+            try:
+                await arrival.load(command.chunk_bytes)
+            except BaseException:
+                # no other source can continue in memory that this relay does not own
+                self._discard(pending, "it could not be read from memory")
+                raise
         pending.writer = None  # complete or broken, it is no longer a partial version
         try:
             stored = writer.finish()
@@ -333,7 +296,7 @@ class Relay:
         self._evict_unneeded()
         return stored
 
-    async def _open_writer(self, command: FetchVersion, pending: _PendingVersion) -> VersionWriter:
+    async def _open_writer(self, command: FetchVersion, pending: PendingVersion) -> VersionWriter:
         """Return the writer of the version: the existing one, or a new one.
 
         Raises FetchError.
@@ -365,177 +328,6 @@ class Relay:
             pending.writer.close()
         pending.writer = writer
         return writer
-
-    async def _load_local(
-        self,
-        pending: _PendingVersion,
-        writer: VersionWriter,
-        version: ServedVersion,
-        chunk_bytes: int,
-    ) -> None:
-        """Load the version from this host's memory."""
-        try:
-            for start in range(0, writer.manifest.nbytes, chunk_bytes):
-                stop = min(start + chunk_bytes, writer.manifest.nbytes)
-                version.add_piece(start, stop, await in_thread(writer.load, start, stop))
-        except BaseException:
-            # no other source can continue in memory that this relay does not own
-            self._discard(pending, "it could not be read from memory")
-            raise
-
-    async def _fetch_parts(
-        self,
-        command: FetchVersion,
-        pending: _PendingVersion,
-        writer: VersionWriter,
-        version: ServedVersion,
-    ) -> None:
-        """Read this host's parts, for which other relays wait, and receive the rest."""
-        manifest = writer.manifest
-        for part in command.parts:
-            if part.source is None:
-                try:
-                    await self._load_part(
-                        manifest.parts[part.part], writer, version, command.chunk_bytes
-                    )
-                except FetchError:
-                    if command.source is None:
-                        raise  # otherwise the source has the part, too
-        for part in command.parts:
-            if part.source is not None:
-                ranges = manifest.parts[part.part].ranges
-                await self._receive_ranges(part.source, ranges, pending, writer, version)
-        if command.source is not None:
-            whole = ((0, manifest.nbytes),)
-            await self._receive_ranges(command.source, whole, pending, writer, version)
-
-    async def _load_part(
-        self, part: WeightPart, writer: VersionWriter, version: ServedVersion, chunk_bytes: int
-    ) -> None:
-        """Read a part from this host's memory."""
-        origin = _open_part(part, writer.manifest.nbytes)
-        try:
-            for low, high in _missing(writer, part.ranges):
-                for start in range(low, high, chunk_bytes):
-                    stop = min(start + chunk_bytes, high)
-                    load = functools.partial(writer.load, start, stop, origin=origin)
-                    version.add_piece(start, stop, await in_thread(load))
-        finally:
-            os.close(origin)
-
-    async def _receive_ranges(
-        self,
-        source: RelayAddress,
-        ranges: Sequence[Range],
-        pending: _PendingVersion,
-        writer: VersionWriter,
-        version: ServedVersion,
-    ) -> None:
-        """Receive the missing parts of these ranges, as raw bytes."""
-
-        def received(start: int, stop: int) -> None:
-            writer.mark_received(start, stop)
-            pending.nbytes += stop - start
-            version.add_piece(start, stop)
-
-        def opened(channel: Channel) -> None:
-            stalls.channel = channel
-
-        publication_id = writer.manifest.publication_id
-        stalls = StallDetector(
-            lambda: self._report(VersionStalled(publication_id=publication_id, source=source))
-        )
-        try:
-            await pull(
-                self._transport,
-                source,
-                writer.manifest,
-                _missing(writer, ranges),
-                writer.destination,
-                on_piece=received,
-                on_channel=opened,
-            )
-        finally:
-            stalls.close()
-
-    async def _fetch_remote(
-        self,
-        source: RelayAddress,
-        pending: _PendingVersion,
-        writer: VersionWriter,
-        version: ServedVersion,
-        base: StoredVersion | None,
-        deltas: VersionDelta | None,
-    ) -> None:
-        """Receive the missing pieces from another relay."""
-        manifest = writer.manifest
-        encoded = bytearray()
-
-        def allocate(message: Message, nbytes: int) -> memoryview:
-            nonlocal encoded
-            if (
-                not isinstance(message, Raw | Delta)
-                or message.start != writer.contiguous
-                or message.stop - message.start > MAX_PIECE_BYTES
-            ):
-                raise FetchError(
-                    "broken", f"expected the piece from byte {writer.contiguous} on, got {message}"
-                )
-            view = writer.destination(message.start, message.stop)
-            if isinstance(message, Raw) and nbytes == len(view):
-                return view
-            if (
-                not isinstance(message, Delta)
-                or base is None
-                or nbytes > 2 * len(view) + MAX_PIECE_BYTES // 1024
-            ):
-                raise FetchError("broken", f"{nbytes} bytes do not fit {message}")
-            encoded = bytearray(nbytes)
-            return memoryview(encoded)
-
-        stalls = StallDetector(
-            lambda: self._report(
-                VersionStalled(publication_id=manifest.publication_id, source=source)
-            )
-        )
-        channel: Channel | None = None
-        try:
-            channel = stalls.channel = await self._transport.connect(source)
-            pending.channel = channel
-            await channel.send(_request(writer, base))
-            while writer.contiguous < manifest.nbytes:
-                message, checksum = await channel.receive(allocate)
-                match message:
-                    case Raw(start=start, stop=stop):
-                        writer.mark_received(start, stop)
-                        pending.nbytes += stop - start
-                        if deltas is not None:
-                            version.close_delta(deltas)
-                        version.add_piece(start, stop, checksum)
-                    case Delta(start=start, stop=stop, sizes=sizes) if (
-                        base is not None and deltas is not None
-                    ):
-                        await in_thread(
-                            writer.apply_delta, start, stop, memoryview(encoded), sizes, base
-                        )
-                        pending.nbytes += len(encoded)
-                        body = Body(len(encoded), checksum, memoryview(encoded))
-                        deltas.open = True
-                        version.add_delta_piece(deltas, start, DeltaPiece(stop, sizes, body))
-                        version.add_piece(start, stop)
-                    case Refused(reason=reason, error=error):
-                        raise FetchError(reason, f"{source.host}:{source.port} refuses: {error}")
-                    case KeepAlive():
-                        pass
-                    case _:
-                        raise FetchError(
-                            "broken", f"{source.host}:{source.port} sent {type(message).__name__}"
-                        )
-        finally:
-            stalls.close()
-            pending.channel = None
-            if channel is not None:
-                channel.close()
 
     async def _encode(
         self,
@@ -595,7 +387,7 @@ class Relay:
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
 
-    def _cancel(self, pending: _PendingVersion, reason: str) -> None:
+    def _cancel(self, pending: PendingVersion, reason: str) -> None:
         """Stop fetching this version. If it has a worker, the worker cleans up."""
         pending.cancel_reason, pending.cancelled = reason, True
         if pending.work is not None:
@@ -603,13 +395,13 @@ class Relay:
         if pending.worker is None:
             self._remove(pending)
 
-    def _remove(self, pending: _PendingVersion) -> None:
+    def _remove(self, pending: PendingVersion) -> None:
         if pending.expiry is not None:
             pending.expiry.cancel()
         del self._pending[pending.manifest.publication_id]
         self._discard(pending, pending.cancel_reason)
 
-    def _discard(self, pending: _PendingVersion, reason: str) -> None:
+    def _discard(self, pending: PendingVersion, reason: str) -> None:
         """Discard the received bytes."""
         if pending.writer is not None:
             pending.writer.close()
@@ -639,41 +431,10 @@ class Relay:
     async def _serve(self, channel: Channel) -> None:
         message, _ = await channel.receive()
         if isinstance(message, Request):
-            await serve_version(
-                channel,
-                message,
-                self._find,
-                self._arrivals,
-            )
+            await serve_version(channel, message, self._find, self._arrivals)
         else:
-            await channel.send(
-                Refused(
-                    reason="source", error=f"a relay answers Request, got {type(message).__name__}"
-                )
-            )
-
-
-def _open_part(part: WeightPart, nbytes: int) -> int:
-    """Open the file of a part in this host's memory. Raises FetchError."""
-    try:
-        # Without O_NONBLOCK a recycled descriptor that is a pipe would block forever.
-        fd = os.open(part.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise FetchError(
-            "source", f"{part.location}: cannot open, the publisher is gone? ({error})"
-        ) from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-        os.close(fd)
-        raise FetchError(
-            "source", f"{part.location}: {status.st_size} bytes, the manifest says {nbytes}"
-        )
-    return fd
-
-
-def _missing(writer: VersionWriter, ranges: Sequence[Range]) -> list[Range]:
-    """Return the parts of these ranges that the writer lacks."""
-    return [gap for low, high in ranges for gap in writer.received.missing(low, high)]
+            error = f"a relay answers Request, got {type(message).__name__}"
+            await channel.send(Refused(reason="source", error=error))
 
 
 def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:
@@ -681,17 +442,3 @@ def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:
     bytes.
     """
     return later.manifest.digest == command.manifest.digest
-
-
-def _request(writer: VersionWriter, base: StoredVersion | None) -> Request:
-    """Return the request for all bytes that the writer lacks, as changes of `base` if
-    given.
-    """
-    manifest, done = writer.manifest, writer.contiguous
-    return Request(
-        publication_id=manifest.publication_id,
-        digest=manifest.digest,
-        nbytes=manifest.nbytes,
-        ranges=((done, manifest.nbytes),) if manifest.nbytes > done else (),
-        base=base.identity if base is not None else None,
-    )

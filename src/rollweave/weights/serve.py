@@ -23,11 +23,11 @@ from typing import NamedTuple
 import xxhash
 
 from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, WeightManifest
-from rollweave.weights.memory import READ_CHUNK, Ranges
+from rollweave.weights.memory import Ranges, hash_file
+from rollweave.weights.tcp import Channel, Tcp
 from rollweave.weights.transport import (
     Base,
     Body,
-    Channel,
     Delta,
     FetchError,
     KeepAlive,
@@ -37,7 +37,6 @@ from rollweave.weights.transport import (
     RawRanges,
     Refused,
     Request,
-    Transport,
     within,
 )
 
@@ -366,13 +365,12 @@ async def _raw_body(version: ServedVersion, message: Raw | Delta, fd: int) -> Bo
 def checksum_of(fd: int, start: int, stop: int) -> int:
     """Return the xxh3-64 of bytes `[start, stop)` of a file."""
     content = xxhash.xxh3_64()
-    for at in range(start, stop, READ_CHUNK):
-        content.update(os.pread(fd, min(READ_CHUNK, stop - at), at))
+    hash_file(content, fd, start, stop)
     return content.intdigest()
 
 
 async def pull(
-    transport: Transport,
+    transport: Tcp,
     address: RelayAddress,
     manifest: WeightManifest,
     ranges: Sequence[Range],

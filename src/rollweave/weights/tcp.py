@@ -1,5 +1,10 @@
-"""`Transport` over TCP sockets. Bodies travel in the sockets, or through a library
-outside them.
+"""Channels between hosts, over TCP sockets. Bodies travel in the sockets, or through a
+library outside them.
+
+Invariants: a client presents the secret first and learns nothing without it; `receive`
+returns exactly the bits that were sent, or raises FetchError (broken), and after any
+error a channel sends nothing more; every wait ends, because a silent peer counts as
+gone (FetchError, source).
 """
 
 import asyncio
@@ -12,24 +17,15 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import xxhash
 
 from rollweave.io.wire import encode
 from rollweave.schema.errors import WireError
-from rollweave.schema.weights import RelayAddress, TransportName
+from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, TransportName
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.transport import (
-    Allocate,
-    Body,
-    Carrier,
-    FetchError,
-    Message,
-    Serve,
-    Transport,
-    decode_message,
-)
+from rollweave.weights.transport import Allocate, Body, Carrier, FetchError, Message, decode_message
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds without a byte after which a peer counts as gone.
@@ -66,9 +62,8 @@ ACCEPT_PAUSE_S = 0.1
 
 
 class Tcp:
-    """The default transport: sockets, and `sendfile` straight from shared memory.
-
-    With a `carrier` only heads travel over the sockets.
+    """Connects hosts: by sockets, and `sendfile` straight from shared memory. With a
+    `carrier` only heads travel over the sockets.
     """
 
     def __init__(
@@ -78,7 +73,8 @@ class Tcp:
             raise ValueError(f"idle_timeout_s must be above 0, got {idle_timeout_s}")
         self._idle_timeout_s, self._carrier = idle_timeout_s, carrier
 
-    async def listen(self, host: str, serve: Serve) -> "TcpListener":
+    async def listen(self, host: str, serve: "Serve") -> "Listener":
+        """Serve every channel whose client has presented the secret. Raises OSError."""
         loop = asyncio.get_running_loop()
         addresses = await loop.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -88,12 +84,13 @@ class Tcp:
             sock.bind(addresses[0][4])
             sock.listen(MAX_CONNECTIONS)
             sock.setblocking(False)
-            return TcpListener(sock, host, serve, self._channel, self._idle_timeout_s)
+            return Listener(sock, host, serve, self._channel, self._idle_timeout_s)
         except BaseException:
             sock.close()
             raise
 
-    async def connect(self, address: RelayAddress) -> "TcpChannel":
+    async def connect(self, address: RelayAddress) -> "Channel":
+        """Open a channel. Raises FetchError (source)."""
         where = f"{address.host}:{address.port}"
         loop = asyncio.get_running_loop()
         sock: socket.socket | None = None
@@ -125,27 +122,25 @@ class Tcp:
             _close_socket(sock)
             raise
 
-    def _channel(self, sock: socket.socket, peer: str) -> "TcpChannel":
-        return TcpChannel(sock, peer, self._idle_timeout_s, self._carrier)
+    def _channel(self, sock: socket.socket, peer: str) -> "Channel":
+        return Channel(sock, peer, self._idle_timeout_s, self._carrier)
 
 
-class TcpListener:
-    """`Listener`. Each connection is a task, which `close` cancels."""
+class Listener:
+    """Serves the clients that connect to `address`. Each connection is a task, which
+    `close` cancels.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         host: str,
-        serve: Serve,
-        channel: "Callable[[socket.socket, str], TcpChannel]",
+        serve: "Serve",
+        channel: "Callable[[socket.socket, str], Channel]",
         idle_timeout_s: float,
     ) -> None:
-        self._sock, self._serve, self._channel, self._idle_timeout_s = (
-            sock,
-            serve,
-            channel,
-            idle_timeout_s,
-        )
+        self._sock, self._serve = sock, serve
+        self._channel, self._idle_timeout_s = channel, idle_timeout_s
         self._loop = asyncio.get_running_loop()
         self.address = RelayAddress(host=host, port=sock.getsockname()[1], secret=os.urandom(32))
         self._expected_hello = HELLO + _hashed(self.address.secret)
@@ -196,7 +191,7 @@ class TcpListener:
         task.add_done_callback(lambda _: _close_socket(sock))
 
     async def _serve_connection(self, sock: socket.socket, peer: str) -> None:
-        channel: TcpChannel | None = None
+        channel: Channel | None = None
         try:
             async with asyncio.timeout(self._idle_timeout_s):
                 if not hmac.compare_digest(
@@ -219,24 +214,25 @@ class TcpListener:
                 channel.close()
 
 
-class TcpChannel:
-    """`Channel` over a connected socket."""
+class Channel:
+    """One end of a connection. At most one task sends and one receives at a time."""
 
     def __init__(
         self, sock: socket.socket, peer: str, idle_timeout_s: float, carrier: Carrier | None
     ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._peer, self._idle_timeout_s, self._carrier = (
-            sock,
-            peer,
-            idle_timeout_s,
-            carrier,
-        )
+        self._sock, self._peer = sock, peer
+        self._idle_timeout_s, self._carrier = idle_timeout_s, carrier
         self._loop = asyncio.get_running_loop()
         self.waiting_since: float | None = None
+        """The time on the loop's clock since which `receive` has waited without a byte;
+        None if it is not waiting.
+        """
         self.received_bytes = 0
+        """The bytes that have arrived of the body for which `receive` is waiting."""
 
     async def send(self, message: Message, body: Body | None = None) -> None:
+        """Send a message. Raises FetchError (source)."""
         head = encode(message)
         nbytes, check = (body.nbytes, body.checksum) if body is not None else (0, 0)
         start = HEAD.pack(len(head), nbytes, check)
@@ -259,6 +255,11 @@ class TcpChannel:
             raise
 
     async def receive(self, allocate: Allocate | None = None) -> tuple[Message, int]:
+        """Return the next message and the xxh3-64 of its body, which goes to memory
+        from `allocate`. Without `allocate`, a body is an error.
+
+        Raises FetchError (source, broken).
+        """
         try:
             start = await self._receive_bytes(HEAD.size + CHECK.size)
             size, nbytes, check = HEAD.unpack_from(start)
@@ -297,6 +298,7 @@ class TcpChannel:
             raise
 
     def close(self) -> None:
+        """Close the connection. A second call does nothing."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
@@ -402,6 +404,47 @@ class TcpChannel:
         await self._send_all(memoryview(b"\n"))
 
 
+Serve = Callable[[Channel], Awaitable[None]]
+
+
+STALL_BEATS = 3
+"""Consecutive ticks that observe the same wait before it counts as a stall. A source
+with nothing to send sends keep-alives more often (serve.KEEPALIVE_S).
+"""
+
+
+class StallDetector:
+    """Calls `stalled`, repeatedly while the stall lasts, when nothing arrives over
+    `channel` or it cannot be opened. A stall is noticed long before the source counts
+    as gone: this link may be dead while another source's link works.
+
+    Invariant: as with relays (runtime/supervisors/relays), it counts ticks of a clock
+    that advances only while this loop runs, and bytes that have arrived are processed
+    before a tick. A piece may take any time, as long as some of its bytes arrive.
+    """
+
+    def __init__(self, stalled: Callable[[], None]) -> None:
+        self.channel: Channel | None = None
+        self._stalled = stalled
+        self._loop = asyncio.get_running_loop()
+        self._opening = self._loop.time()
+        self._since: float | None = None
+        self._ticks = 0
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+        since = self.channel.waiting_since if self.channel is not None else self._opening
+        self._ticks = self._ticks + 1 if since is not None and since == self._since else 0
+        self._since = since
+        if self._ticks == STALL_BEATS:
+            self._ticks = 0
+            self._stalled()
+
+
 def _hashed(secret: bytes) -> bytes:
     """Hash a secret of any length to 32 bytes."""
     return hashlib.sha256(secret).digest()
@@ -429,7 +472,7 @@ def _mapped(body: Body) -> memoryview:
     return memoryview(mapping)[body.offset - base :]
 
 
-def transport_of(name: TransportName, *, host: str) -> Transport:
+def transport_of(name: TransportName, *, host: str) -> Tcp:
     """Return the transport of that name, for a process that listens on `host`.
 
     Raises ConfigError if its extra is not installed.

@@ -13,7 +13,6 @@ import contextlib
 import math
 import mmap
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -21,15 +20,16 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from rollweave.schema.errors import DeltaError
+from rollweave.schema.errors import DeltaError, WeightsError
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights import delta
 from rollweave.weights.memory import (
-    READ_CHUNK,
     PayloadDigest,
     Ranges,
     available_bytes,
     is_sealed,
+    open_payload,
+    read_into,
     seal,
 )
 from rollweave.weights.transport import Base, FetchError
@@ -169,7 +169,7 @@ class VersionWriter:
         """
         view = self.destination(start, stop)
         origin = self._origin if origin is None else origin
-        if origin is not None and _read(origin, view, start) < stop - start:
+        if origin is not None and read_into(view, origin, start) < stop - start:
             raise FetchError(
                 "source", f"{self.manifest.location} shrank below {stop} bytes while it was read"
             )
@@ -315,22 +315,8 @@ class VersionStore:
         Raises FetchError (broken, room; source if the memory is gone).
         """
         self.check(manifest)
+        origin = open_source(manifest.location, manifest.nbytes)
         try:
-            # Without O_NONBLOCK a recycled descriptor that is a pipe would block
-            # forever.
-            origin = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise FetchError(
-                "source", f"{manifest.location}: cannot open, the publisher is gone? ({error})"
-            ) from error
-        try:
-            status = os.fstat(origin)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.nbytes:
-                raise FetchError(
-                    "source",
-                    f"{manifest.location}: {status.st_size} bytes, the manifest says "
-                    f"{manifest.nbytes}",
-                )
             if is_sealed(origin):
                 return VersionWriter(manifest, origin, owned=False)
             fd = _allocate(manifest)
@@ -384,6 +370,16 @@ def encode_spans(
     return list(pool.map(one, spans))
 
 
+def open_source(location: str, nbytes: int) -> int:
+    """Open a payload, or a part of it, in this host's memory. Raises FetchError
+    (source).
+    """
+    try:
+        return open_payload(location, nbytes, where=location)
+    except WeightsError as error:
+        raise FetchError("source", str(error)) from error
+
+
 def check_same(here: WeightManifest, other: WeightManifest) -> None:
     """Raise FetchError (broken) for two contents under one id."""
     if (here.digest, here.nbytes, here.tensors) != (other.digest, other.nbytes, other.tensors):
@@ -415,19 +411,6 @@ def _allocate(manifest: WeightManifest) -> int:
             "room", f"no room for {manifest.nbytes} bytes of weights: {error}"
         ) from error
     return fd
-
-
-def _read(fd: int, view: memoryview, offset: int) -> int:
-    """Read into `view` and return the number of bytes, which is less than its length
-    only at the end of the file.
-    """
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done : done + READ_CHUNK]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def _check_layout(manifest: WeightManifest) -> None:

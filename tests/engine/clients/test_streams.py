@@ -157,20 +157,17 @@ async def test_answers_are_streamed_only_if_their_tokens_are_wanted() -> None:
         assert (await engine.generate(request())).tokens == (6,)
 
 
-async def test_a_grammar_that_takes_too_long_is_refused_before_the_server_gets_it() -> None:
+async def test_a_grammar_is_compiled_here_before_the_server_gets_it() -> None:
     """vLLM would compile it without a bound, on the process of all its requests."""
 
     async def asked(exchange: Exchange) -> None:
         raise AssertionError(f"the server was asked: {exchange.json_body}")
 
-    hostile = Constraint(kind="regex", text="a?" * 16_000)
-    sampling = Sampling(stop_token_ids=(7,), constraint=hostile)
+    sampling = Sampling(stop_token_ids=(7,), constraint=Constraint(kind="regex", text="("))
     async with serving(asked, probed=probed) as wire, connected(wire) as engine:
         result = await engine.generate(GenerateRequest(id="r", tokens=(1,), sampling=sampling))
-        assert (result.finish, result.error) == (
-            FinishReason.REFUSED,
-            "sampling.constraint cannot be constrained: it takes too much CPU time",
-        )
+        assert result.finish is FinishReason.REFUSED
+        assert result.error.startswith("sampling.constraint cannot be constrained: ")
 
 
 async def test_parts_that_are_split_between_packets_are_joined() -> None:

@@ -132,7 +132,7 @@ def test_the_borrowers_model_is_measured_between_serving_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[threading.Thread] = []
-    step_s = tenant._step_s
+    step_s = tenant.measured_step
 
     def step(runner: Runner, batcher: Batcher) -> float:
         threads.append(threading.current_thread())
@@ -140,7 +140,7 @@ def test_the_borrowers_model_is_measured_between_serving_steps(
 
     with lending(models["qwen3"][0], tmp_path) as lender:
         lender.replies.wait_for(Ready)
-        monkeypatch.setattr(tenant, "_step_s", step)
+        monkeypatch.setattr(tenant, "measured_step", step)
         for number in range(3):
             lender.executor.post(asks(f"s{number}", tokens=60))
         borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
@@ -156,7 +156,7 @@ def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began, goes_on = threading.Event(), threading.Event()
-    step_s = tenant._step_s
+    step_s = tenant.measured_step
 
     def step(runner: Runner, batcher: Batcher) -> float:
         began.set()
@@ -165,7 +165,7 @@ def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
 
     with lending(models["qwen3"][0], tmp_path) as lender:
         lender.replies.wait_for(Ready)
-        monkeypatch.setattr(tenant, "_step_s", step)
+        monkeypatch.setattr(tenant, "measured_step", step)
         borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
         assert began.wait(WAIT_S)
         ended, end = threading.Event(), lender.executor.end

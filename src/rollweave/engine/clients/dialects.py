@@ -27,7 +27,7 @@ from rollweave.engine.clients.responses import (
     parse,
     required,
 )
-from rollweave.schema.base import Struct, as_json
+from rollweave.schema.base import as_json
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     DialectName,
@@ -45,8 +45,6 @@ GENERATE_PATH: Final = "/rollweave/v1/generate"
 ABORT_PATH: Final = "/rollweave/v1/abort"
 READY_PATH: Final = "/rollweave/v1/ready"
 STATS_PATH: Final = "/rollweave/v1/stats"
-PREFILL_PATH: Final = "/rollweave/v1/prefill"
-RELEASE_PATH: Final = "/rollweave/v1/kv/release"
 """The paths of Rollweave's own engine server (`engine/clients/server`). All bodies and
 answers are JSON.
 """
@@ -67,21 +65,6 @@ ABOVE_ZERO = 1e-3
 T = TypeVar("T")
 
 
-class Prefill(Struct, frozen=True, kw_only=True):
-    """Compute the prompt `tokens` and offer the KV of its whole blocks, with the `rank`
-    of the request that it belongs to. The answer is a KvManifest.
-    """
-
-    tokens: tuple[int, ...]
-    rank: float = 0.0
-
-
-class KvRelease(Struct, frozen=True, kw_only=True):
-    """Free the KV that a manifest offers. Unknown ids are ignored."""
-
-    id: str
-
-
 class Dialect(Protocol):
     """One HTTP API.
 
@@ -89,17 +72,17 @@ class Dialect(Protocol):
     """
 
     generate_path: str
-    ready_path: str
-    stats_path: str
-    keeps_time: bool
+    ready_path: str = ""
+    stats_path: str = ""
+    keeps_time: bool = False
     """True if the server ends a request itself when its `budget_s` is used up, and
     reports how long it took.
     """
-    resumes: bool
+    resumes: bool = False
     """True if the server resumes a turn; the resumed tokens are then part of its
     answer.
     """
-    checks_grammars: bool
+    checks_grammars: bool = False
     """True if a constraint must be compiled here before the server gets it, since the
     server does not bound the time that this takes.
     """
@@ -116,16 +99,16 @@ class Dialect(Protocol):
         """Return path and body of the POST that makes the server answer `request_id`
         now; None if only disconnecting stops it.
         """
+        return None
 
 
-class Rollweave:
+class Rollweave(Dialect):
     """The dialect of Rollweave's server (`engine/clients/server.py`): the structs
     themselves, as JSON.
     """
 
     generate_path, ready_path, stats_path = GENERATE_PATH, READY_PATH, STATS_PATH
     keeps_time = resumes = True
-    checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(request)
@@ -145,11 +128,10 @@ class Rollweave:
         return ABORT_PATH, as_json({"id": request_id})
 
 
-class Vllm:
+class Vllm(Dialect):
     """vLLM's tokens in, tokens out (`--enable-scale-out`)."""
 
-    generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
-    keeps_time = resumes = checks_grammars = False
+    generate_path = "/inference/v1/generate"
 
     def __init__(self, model: str = "") -> None:
         self._model = model or None
@@ -204,11 +186,10 @@ class Vllm:
         )
 
 
-class Completions:
+class Completions(Dialect):
     """OpenAI's completions with vLLM's `return_token_ids`."""
 
-    generate_path, ready_path, stats_path = "/v1/completions", "", ""
-    keeps_time = resumes = checks_grammars = False
+    generate_path = "/v1/completions"
 
     def __init__(self, model: str = "") -> None:
         self._model = model
@@ -245,18 +226,14 @@ class Completions:
             cached=answer.usage.cached if answer.usage is not None else 0,
         )
 
-    def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        return None
 
-
-class Sglang:
+class Sglang(Dialect):
     """SGLang's native `/generate`.
 
     It honors seeds only if it runs with `--enable-deterministic-inference`.
     """
 
-    generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = checks_grammars = False
+    generate_path = "/generate"
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(self.fields(request))
@@ -325,14 +302,13 @@ class Sglang:
         return "/abort_request", as_json({"rid": request_id})
 
 
-class Prorl:
+class Prorl(Dialect):
     """The API of ProRL's servers.
 
     It has no stop tokens, so the answer is cut after the first one.
     """
 
-    generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = checks_grammars = False
+    generate_path = "/generate"
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
@@ -372,9 +348,6 @@ class Prorl:
             answer.logprobs[:end],
             finish=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
-
-    def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        return None
 
 
 def dialect(name: DialectName, *, model: str = "") -> Dialect:

@@ -22,17 +22,15 @@ import msgspec
 
 from rollweave.core.policy.routing import LEAST_TOKENS
 from rollweave.engine.clients.base import MovesKv
-from rollweave.engine.clients.dialects import (
-    PREFILL_PATH,
-    RELEASE_PATH,
-    KvRelease,
-    Prefill,
-)
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.schema.address import host_of
-from rollweave.schema.base import as_json
+from rollweave.schema.base import Struct, as_json
 from rollweave.schema.errors import EngineError, KvError
 from rollweave.schema.serving import GenerateRequest, KvManifest, KvPort
+
+PREFILL_PATH: Final = "/rollweave/v1/prefill"
+RELEASE_PATH: Final = "/rollweave/v1/kv/release"
+"""The paths of this at Rollweave's own engine server (`engine/clients/server`)."""
 
 PROMPT_S = 30.0
 """Maximum seconds until the KV of a prompt is here."""
@@ -50,6 +48,21 @@ ANSWER_BYTES = 16 << 20
 
 REFUSED: Final = frozenset({400, 409, 413, 422, 429})
 """Statuses by which a server refuses one prompt, and still computes others."""
+
+
+class Prefill(Struct, frozen=True, kw_only=True):
+    """Compute the prompt `tokens` and offer the KV of its whole blocks, with the `rank`
+    of the request that it belongs to. The answer is a KvManifest.
+    """
+
+    tokens: tuple[int, ...]
+    rank: float = 0.0
+
+
+class KvRelease(Struct, frozen=True, kw_only=True):
+    """Free the KV that a manifest offers. Unknown ids are ignored."""
+
+    id: str
 
 
 class _RefusedError(EngineError):

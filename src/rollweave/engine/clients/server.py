@@ -23,14 +23,16 @@ from rollweave.engine.clients.base import Generates, MovesKv, OnTokens
 from rollweave.engine.clients.dialects import (
     ABORT_PATH,
     GENERATE_PATH,
-    PREFILL_PATH,
     READY_PATH,
-    RELEASE_PATH,
     STATS_PATH,
+)
+from rollweave.engine.clients.remote_prefill import (
+    PREFILL_PATH,
+    RELEASE_PATH,
     KvRelease,
     Prefill,
+    RemotePrefill,
 )
-from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.exposition import exposition

@@ -363,32 +363,12 @@ class CoServing:
             profile=False,  # it would use all blocks
             paged_attention=False,
         )
-        shape = read_shape(Path(spec.model))
-        dtype = getattr(torch, spec.dtype)
-        size, layer_pages = group_size(
-            shape,
-            block_tokens=spec.block_tokens,
-            dtype=dtype,
-            page_bytes=self._pages.driver.page_bytes,
-        )
-        group_pages = layer_pages * shape.layers
-        groups = min(
-            -(-spec.kv_tokens // (size * spec.block_tokens)), self._shared.most // group_pages
-        )
-        if groups < 1:
-            raise ConfigError(
-                f"engines.kv_tokens must leave the serving model its headroom: the first "
-                f"{size * spec.block_tokens} tokens take {group_pages} pages, got a pool whose "
-                f"rollouts may have {self._shared.most}"
-            )
-        self._shared.free_first(group_pages)
-        pool = MappedPool(
-            self._pages,
-            shape,
-            groups=groups,
+        pool = self._shared.pool_for(
+            read_shape(Path(spec.model)),
+            kv_tokens=spec.kv_tokens,
             block_tokens=spec.block_tokens,
             device=device_named(spec.device),
-            dtype=dtype,
+            dtype=getattr(torch, spec.dtype),
         )
         mailbox = Mailbox(self._wake)
         core = EngineCore(

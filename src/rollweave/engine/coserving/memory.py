@@ -23,7 +23,7 @@ from rollweave.engine.batching import Batcher
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.kv import PagedPool
 from rollweave.engine.pages import PagePool
-from rollweave.schema.errors import PagesError
+from rollweave.schema.errors import ConfigError, PagesError
 from rollweave.weights.checkpoint import ModelShape
 
 
@@ -238,11 +238,6 @@ class SharedPages:
             serving.grow(now)
 
     @property
-    def most(self) -> int:
-        """Maximum number of pages that rollouts may ever have."""
-        return self.budget.total - self.budget.headroom
-
-    @property
     def in_use(self) -> int:
         """Number of pages that serving requests use now."""
         pool = self.serving.pool
@@ -283,12 +278,41 @@ class SharedPages:
             self.serving.grow(now)
         return True
 
-    def free_first(self, count: int) -> None:
-        """Free pages for the first group of a borrower. Raises PagesError if serving
+    def pool_for(
+        self,
+        shape: ModelShape,
+        *,
+        kv_tokens: int,
+        block_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> MappedPool:
+        """Return the pool of a borrower's model, whose first group has memory. Raises
+        ConfigError if rollouts may never have as many pages, and PagesError if serving
         uses all.
         """
-        if not self._free(count):
+        page_bytes = self.pages.driver.page_bytes
+        size, layer_pages = group_size(
+            shape, block_tokens=block_tokens, dtype=dtype, page_bytes=page_bytes
+        )
+        most, group_pages = self.budget.total - self.budget.headroom, layer_pages * shape.layers
+        groups = min(-(-kv_tokens // (size * block_tokens)), most // group_pages)
+        if groups < 1:
+            raise ConfigError(
+                f"engines.kv_tokens must leave the serving model its headroom: the first "
+                f"{size * block_tokens} tokens take {group_pages} pages, got a pool whose "
+                f"rollouts may have {most}"
+            )
+        if not self._free(group_pages):
             raise PagesError("the serving model uses all pages")
+        return MappedPool(
+            self.pages,
+            shape,
+            groups=groups,
+            block_tokens=block_tokens,
+            device=device,
+            dtype=dtype,
+        )
 
     def grow_rollouts(self, now: float) -> bool:
         """Give rollouts one more group. Return whether their budget allows it."""

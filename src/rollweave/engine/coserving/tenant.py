@@ -10,7 +10,6 @@ compute between two steps.
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 
@@ -21,10 +20,9 @@ from rollweave.engine.batching import Batcher, Entry
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory
+from rollweave.engine.measure import forget_all, measured_step
 from rollweave.engine.runner import Runner
-from rollweave.engine.sampler import pack, sample
 from rollweave.engine.thread import Mailbox
-from rollweave.schema.serving import Sampling
 
 STEPS = 3
 """Number of measured steps of a size, of which the median counts. One more step before
@@ -115,8 +113,8 @@ def _prefill_steps(runner: Runner, blocks: int, tokens: int) -> Generator[float,
     while True:
         batcher = _batcher(runner, blocks, slots=1, chunk=tokens)
         batcher.add(Entry(id="0", tokens=[0] * tokens, limit=tokens))
-        seconds = _step_s(runner, batcher)
-        _forget(runner, batcher)
+        seconds = measured_step(runner, batcher)
+        forget_all(runner, batcher)
         yield seconds
 
 
@@ -130,9 +128,9 @@ def _decode_steps(
         batcher.advance(entry, context - 1)
     try:
         while True:
-            yield _step_s(runner, batcher)
+            yield measured_step(runner, batcher)
     finally:
-        _forget(runner, batcher)
+        forget_all(runner, batcher)
 
 
 def _batcher(runner: Runner, blocks: int, *, slots: int, chunk: int) -> Batcher:
@@ -140,29 +138,6 @@ def _batcher(runner: Runner, blocks: int, *, slots: int, chunk: int) -> Batcher:
     each = -(-(chunk // slots + STEPS + 2) // size) + 1
     ledger = _SharedBlocks(memory=blocks, blocks=slots * each, block_tokens=size)
     return Batcher(ledger, slots=slots, chunk_tokens=chunk)
-
-
-def _step_s(runner: Runner, batcher: Batcher) -> float:
-    started = time.perf_counter()
-    plan = batcher.plan()
-    entries, logits, _ = runner.compute(plan)
-    params = pack(
-        [Sampling()] * len(entries),
-        vocab=runner.shape.vocab,
-        device=runner.model.device,
-    )
-    tokens, _, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
-    for entry, count in [*((entry, 1) for entry in plan.decode), *plan.prefill]:
-        batcher.advance(entry, count)
-    for entry, token in zip(entries, tokens, strict=True):
-        entry.tokens.append(token)
-    return time.perf_counter() - started
-
-
-def _forget(runner: Runner, batcher: Batcher) -> None:
-    for entry in batcher.running:
-        runner.drop(entry)
-        runner.pool.erase(entry.blocks)
 
 
 class Tenant:

@@ -35,9 +35,10 @@ from rollweave.engine.servers.published import (
     published_model,
 )
 from rollweave.engine.servers.reports import ProgressReports, UpdateTimes
+from rollweave.engine.servers.vllm_kv import moved
 from rollweave.io.extras import USER_CODE_RULE, user_code_is_allowed
 from rollweave.io.locked_folders import temporary_folder
-from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
     Abort,
@@ -54,9 +55,6 @@ from rollweave.schema.serving import (
     GenerateRequest,
     GenerateResult,
     ImportKv,
-    KvExported,
-    KvImported,
-    KvRefused,
     Load,
     LoadCheckpoint,
     Loaded,
@@ -321,11 +319,10 @@ class ServerEngine:
         error = answer.exception()
         if isinstance(error, EngineLostError):
             return  # the reason is reported for all
-        result = (
-            answer.result()
-            if error is None
-            else GenerateResult.empty(request_id, FinishReason.ERROR, str(error))
-        )
+        if error is None:
+            result = answer.result()
+        else:
+            result = GenerateResult.empty(request_id, FinishReason.ERROR, str(error))
         self._reply(Generated(result=result))
 
     def _forget(self, request_id: str) -> None:
@@ -334,20 +331,7 @@ class ServerEngine:
         self._progress.drop(request_id)
 
     async def _move(self, command: ExportKv | ImportKv) -> None:
-        """Export or import KV, and reply."""
-        mover, id = self._mover, command.id
-        reply: EngineReply
-        try:
-            if mover is None:
-                raise KvError(f"{self._name}'s KV cannot be moved from here")
-            if isinstance(command, ExportKv):
-                reply = KvExported(id=id, manifest=await mover.export(id, command.tokens))
-            else:
-                moved = await mover.take(command.tokens, command.manifest)
-                reply = KvImported(id=id, moved_tokens=moved)
-        except KvError as error:
-            reply = KvRefused(id=id, error=str(error))
-        self._reply(reply)
+        self._reply(await moved(self._mover, command, name=self._name))
 
     async def _sample(self) -> None:
         stats, gauges = await self._http.stats(), await self._control.gauges()

@@ -1,6 +1,5 @@
 """The kinds of inference servers: what differs between them, and their names."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,39 +10,10 @@ from rollweave.engine.servers.published import HeldWeights
 from rollweave.engine.servers.sglang import SglangKind
 from rollweave.engine.servers.versions import OwnDialect
 from rollweave.engine.servers.vllm import VllmKind
-from rollweave.schema.serving import DialectName, EngineSpec, KvManifest, ServerName
+from rollweave.engine.servers.vllm_kv import NixlKv
+from rollweave.schema.serving import DialectName, EngineSpec, ServerName
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.checkpoint import ModelShape
-
-
-class KvMover(Protocol):
-    """Moves KV between the caches of two servers of a kind. `publication_id` names the
-    weights that the server has, -1 the model's own.
-    """
-
-    publication_id: int
-
-    async def export(self, id: str, tokens: Sequence[int]) -> KvManifest:
-        """Have the server hold the KV of these tokens. Raises KvError."""
-
-    async def take(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        """Have the server read exported KV into its cache; return how many tokens are
-        cached then. Raises KvError. In both cases the reading is over.
-        """
-
-    def release(self, id: str) -> None:
-        """End an export that nothing reads any longer. Unknown ids are ignored."""
-
-    async def pause(self) -> None:
-        """Refuse transfers until `resume`, and wait for those that are under way.
-        Raises EngineError if the state of the server is not known then.
-        """
-
-    def resume(self) -> None:
-        """Allow transfers again."""
-
-    async def close(self) -> None:
-        """Close this client."""
 
 
 class ServerKind(LeasedKind, Protocol):
@@ -76,7 +46,7 @@ class ServerKind(LeasedKind, Protocol):
     def control(self, spec: EngineSpec, server: Server) -> Control:
         """Return the control of the server."""
 
-    def mover(self, spec: EngineSpec, shape: ModelShape, server: Server) -> KvMover | None:
+    def mover(self, spec: EngineSpec, shape: ModelShape, server: Server) -> NixlKv | None:
         """Return what moves the server's KV; None if it is not to be moved."""
 
     def hold(

@@ -5,7 +5,6 @@ engine first adds those of the model if the trainer publishes adapters.
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,17 +13,12 @@ from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_tensors_of
-from rollweave.weights.memory import read_version
+from rollweave.weights.memory import open_payload, read_version
 
 if TYPE_CHECKING:
     import torch
 
-
-class Publication(Protocol):
-    """Weights that this process has published."""
-
-    @property
-    def manifest(self) -> WeightManifest: ...
+    from rollweave.weights.publication import Publication
 
 
 class HeldWeights(Protocol):
@@ -45,13 +39,8 @@ def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mma
     if len(shapes) < len(manifest.tensors):
         raise WeightsError("tensor names must be distinct")
     shape.check(shapes)
-    try:
-        fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightsError(
-            f"weights version {manifest.version} at {manifest.location}: cannot open, the "
-            f"publisher is gone? ({error})"
-        ) from error
+    where = f"weights version {manifest.version} at {manifest.location}"
+    fd = open_payload(manifest.location, manifest.nbytes, where=where)
     try:
         buffer = read_version(manifest, f"/proc/self/fd/{fd}")
     except BaseException:
@@ -60,9 +49,7 @@ def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mma
     return fd, buffer
 
 
-def published_model(
-    model: Path, shape: ModelShape, folder: Path
-) -> AbstractContextManager[Publication]:
+def published_model(model: Path, shape: ModelShape, folder: Path) -> "Publication":
     """Publish the weights of a checkpoint from this process, as version 0. Raises
     WeightsError.
     """
@@ -80,7 +67,7 @@ def published_model(
         raise WeightsError(str(error)) from error
 
 
-def published(command: LoadCheckpoint) -> AbstractContextManager[Publication]:
+def published(command: LoadCheckpoint) -> "Publication":
     """Publish the weights of a trainer's checkpoint from this process."""
     import torch  # seconds, and only here
 
@@ -106,7 +93,7 @@ class AdapterMerger:
         self._model, self._shape, self._scale = model, shape, scale
         self._base: AdapterBase | None = None
 
-    def merged(self, manifest: WeightManifest, folder: Path) -> AbstractContextManager[Publication]:
+    def merged(self, manifest: WeightManifest, folder: Path) -> "Publication":
         """Publish the weights of a version of adapters from this process, those that
         they change in their number format. Raises WeightsError.
         """

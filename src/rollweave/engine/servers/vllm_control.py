@@ -7,9 +7,8 @@ import os
 import re
 
 from rollweave.engine.servers.control import Calls, ControlError, RefusedError
-from rollweave.engine.servers.published import HeldWeights, verified
+from rollweave.engine.servers.published import HeldWeights
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.checkpoint import ModelShape
 
 
 class Mapped:
@@ -34,12 +33,6 @@ class Mapped:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def mapped(manifest: WeightManifest, shape: ModelShape) -> Mapped:
-    """Open a version and verify its bytes and its tensors. Raises WeightsError."""
-    fd, _ = verified(manifest, shape)
-    return Mapped(manifest, fd)
 
 
 ROUTES = {

@@ -25,12 +25,23 @@ from typing import Any
 import msgspec
 import xxhash
 
+from rollweave.engine.clients.responses import Usage, VllmChoice
 from rollweave.engine.servers.control import Calls, RefusedError
 from rollweave.engine.servers.process import Server, max_context, settings_of
 from rollweave.engine.servers.versions import salt_of
 from rollweave.engine.servers.vllm_control import ABORT, GENERATE
 from rollweave.schema.errors import EngineError, KvError
-from rollweave.schema.serving import EngineSpec, KvHeld, KvManifest
+from rollweave.schema.serving import (
+    EngineReply,
+    EngineSpec,
+    ExportKv,
+    ImportKv,
+    KvExported,
+    KvHeld,
+    KvImported,
+    KvManifest,
+    KvRefused,
+)
 from rollweave.weights.checkpoint import ModelShape
 
 TRANSFER_S = 10.0
@@ -68,19 +79,6 @@ PRIORITY = -(1 << 40)
 LAYOUT = "of vLLM"
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: tuple[int, ...] | None = None
-
-
 class _Held(msgspec.Struct):
     remote_request_id: str
     remote_blocks_expiry_time: float
@@ -91,8 +89,8 @@ class _UnansweredError(KvError):
 
 
 class _Answer(msgspec.Struct):
-    choices: tuple[_Choice, ...] = ()
-    usage: _Usage | None = None
+    choices: tuple[VllmChoice, ...] = ()
+    usage: Usage = Usage()
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
     def check_held(self) -> None:
@@ -102,10 +100,20 @@ class _Answer(msgspec.Struct):
         except msgspec.MsgspecError as error:
             raise KvError(f"vLLM's answer does not name the KV that it holds: {error}") from error
 
-    @property
-    def cached(self) -> int:
-        details = self.usage.prompt_tokens_details if self.usage is not None else None
-        return (details.cached_tokens or 0) if details is not None else 0
+
+async def moved(mover: "NixlKv | None", command: ExportKv | ImportKv, *, name: str) -> EngineReply:
+    """Export or import the KV of the server `name`, and return the reply."""
+    try:
+        if mover is None:
+            raise KvError(f"{name}'s KV cannot be moved from here")
+        if isinstance(command, ExportKv):
+            return KvExported(
+                id=command.id, manifest=await mover.export(command.id, command.tokens)
+            )
+        tokens = await mover.take(command.tokens, command.manifest)
+        return KvImported(id=command.id, moved_tokens=tokens)
+    except KvError as error:
+        return KvRefused(id=command.id, error=str(error))
 
 
 class NixlKv:
@@ -172,8 +180,8 @@ class NixlKv:
             await asyncio.sleep(lease_end - loop.time())
             raise KvError(str(error)) from error
         self._check(publication_id)
-        if answer.cached < len(tokens) - GRANULE:
-            raise KvError(f"vLLM has read {answer.cached} of {len(tokens)} tokens")
+        if answer.usage.cached < len(tokens) - GRANULE:
+            raise KvError(f"vLLM has read {answer.usage.cached} of {len(tokens)} tokens")
         return len(tokens)
 
     def release(self, id: str) -> None:

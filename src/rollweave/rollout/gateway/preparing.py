@@ -9,7 +9,7 @@ output, as in an answer of a given form (docs/GATEWAY.md#calls-of-a-given-form).
 
 A thread does work that is proportional to the size of a request (parsing, rendering and
 tokenizing it). A process, which can be ended, checks grammars, whose work has no such
-bound (`engine/grammar_check`).
+bound (`engine/matchers`).
 
 Invariants: nothing is left out in silence: each `Unread` is recorded or refused. Small
 requests wait for neither the thread nor the process; the thread does one piece of work

@@ -52,7 +52,10 @@ async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", FAKES)
-async def test_unresponsive_engine_is_killed(connect: Connect, kind: str) -> None:
+async def test_unresponsive_engine_is_killed(
+    monkeypatch: pytest.MonkeyPatch, connect: Connect, kind: str
+) -> None:
+    monkeypatch.setattr("rollweave.engine.clients.client.JOIN_S", 0.1)
     client = connect(kind, reply_s=0.3)
     await client.ready()
     deaf = client.generate(request("r0", DEAF))
