@@ -142,7 +142,7 @@ class EngineCore:
         )
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self.runner.shape.context, capacity)
-        self._stop_ids = frozenset(spec.eos_token_ids or self.runner.shape.eos_token_ids)
+        self._eos_ids = spec.eos_token_ids or self.runner.shape.eos_token_ids
         ready = Ready(
             version=spec.version,
             kv_total_tokens=capacity,
@@ -210,15 +210,7 @@ class EngineCore:
             scored=len(request.tokens) if request.prompt_logprobs else 0,
             scored_top=request.top_logprobs,
         )
-        adjustments = sampling.adjustments
-        ends = () if adjustments is not None and adjustments.ignores_eos else self._stop_ids
-        state = RequestState(
-            request,
-            entry=entry,
-            limit=limit,
-            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
-            now=now,
-        )
+        state = RequestState(request, entry=entry, limit=limit, eos_ids=self._eos_ids, now=now)
         if any(sampling.stop):
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(Path(self.spec.model))
@@ -245,7 +237,12 @@ class EngineCore:
             self._suspended_at = self._clock()
             self._report_progress(self._suspended_at)
         if release and not self.runner.released:
-            self._release()
+            # the KV of live requests is recomputed under the weights that come next
+            self.staging.cancel()
+            self._packed = None
+            self.planner.retag(NO_WEIGHTS)
+            self.runner.release()
+            self._tainted = False
         return Suspended(in_flight=len(self.live))
 
     def resume(self) -> None:
@@ -278,16 +275,6 @@ class EngineCore:
         dtype: torch.dtype = getattr(torch, command.dtype)
         read = functools.partial(read_trainer_checkpoint, directory, step=step, dtype=dtype)
         self._load(step, command.publication_id, read)
-
-    def _release(self) -> None:
-        """Give back the memory of weights and KV; the KV of live requests is recomputed
-        under the weights that are loaded next.
-        """
-        self.staging.cancel()
-        self._packed = None
-        self.planner.retag(NO_WEIGHTS)
-        self.runner.release()
-        self._tainted = False
 
     def _load(
         self, version: int, publication_id: int, read: Callable[[], dict[str, torch.Tensor]]

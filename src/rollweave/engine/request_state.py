@@ -98,8 +98,8 @@ MOST_STOP_IDS: Final = 4096
 
 
 class RequestState:
-    """One request, added at `now`. `take_slot` and `release_slot` record its changes of
-    slot.
+    """One request, added at `now` to an engine whose model ends a text with `eos_ids`.
+    `take_slot` and `release_slot` record its changes of slot.
     """
 
     __slots__ = (
@@ -135,16 +135,17 @@ class RequestState:
         *,
         entry: Entry,
         limit: int,
-        stop_ids: frozenset[int],
+        eos_ids: Sequence[int],
         now: float,
     ) -> None:
         self.request = request
         self.entry = entry
         self.limit = limit
-        self.stop_ids = stop_ids
         self.prompt_tokens = len(request.tokens)
         adjustments = request.sampling.adjustments
         self.min_tokens = 0 if adjustments is None else adjustments.min_tokens
+        ends = () if adjustments is not None and adjustments.ignores_eos else eos_ids
+        self.stop_ids = frozenset((*ends, *request.sampling.stop_token_ids))
         self.logprobs: list[float] = []
         self.top_logprobs: list[TokenChances] = []
         """The tokens reported beside each sampled one, if they are wanted."""

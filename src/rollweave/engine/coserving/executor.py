@@ -15,8 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -39,11 +39,10 @@ from rollweave.engine.coserving.memory import (
     MappedPool,
     ModelMemory,
     SharedPages,
-    group_size,
+    serving_pool,
 )
 from rollweave.engine.coserving.serving_load import FIRST_PROMPT, ServingLoad
 from rollweave.engine.coserving.tenant import Measuring, Tenant, measure_profile
-from rollweave.engine.pages import PagePool, driver_of
 from rollweave.engine.thread import Activity, Mailbox
 from rollweave.io.machine import computed_dtype, device_named, yield_to_others
 from rollweave.schema.errors import ConfigError
@@ -62,7 +61,7 @@ from rollweave.schema.serving import (
     Sampled,
     Suspend,
 )
-from rollweave.weights.checkpoint import ModelShape, read_shape
+from rollweave.weights.checkpoint import read_shape
 
 RETRY_S = 0.005
 """Seconds until a rollout step that was not admitted is considered again."""
@@ -118,7 +117,7 @@ class CoServing:
             between_steps=self._mailbox.post,
             clock=clock,
             watch=self._watch_serving,
-            make_pool=self._serving_pool,
+            make_pool=partial(serving_pool, page_bytes=spec.lend.page_bytes),
             doing=self._activity.begin,
         )
         """The engine of the serving model."""
@@ -221,33 +220,13 @@ class CoServing:
                     f"alone, got {1e3 * limit:g}"
                 )
         self._shared = SharedPages(
-            self._pages,
-            self._make_budget(self._pages.total),
+            pool.pages,
+            self._make_budget(pool.pages.total),
             memory,
             abort=self._abort,
             now=self._clock(),
         )
         return ready
-
-    def _serving_pool(self, shape: ModelShape, **options: Any) -> MappedPool:
-        blocks, dtype = options["blocks"], options["dtype"]
-        driver = driver_of(options["device"], self.lend.page_bytes)
-        size, layer_pages = group_size(
-            shape,
-            block_tokens=options["block_tokens"],
-            dtype=dtype,
-            page_bytes=driver.page_bytes,
-        )
-        groups = max(1, -(-blocks // size))
-        self._pages = PagePool(driver, groups * layer_pages * shape.layers)
-        return MappedPool(
-            self._pages,
-            shape,
-            groups=groups,
-            block_tokens=options["block_tokens"],
-            device=options["device"],
-            dtype=dtype,
-        )
 
     def _take_events(self) -> None:
         while self._events:
@@ -530,8 +509,8 @@ class CoServing:
             loans=self._loans,
             budget_pages=self._shared.budget.budget,
             rollout_pages=memory.pages if memory is not None else 0,
-            total_pages=self._pages.total,
-            pages_moved=self._pages.moved,
+            total_pages=self._shared.pages.total,
+            pages_moved=self._shared.pages.moved,
             cuts=self._shared.budget.cuts,
             aborted=self._aborted,
             stalls=self._stalls,

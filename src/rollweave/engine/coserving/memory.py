@@ -22,7 +22,7 @@ from rollweave.core.policy.kv_budget import Holding, KvBudget, Leases, victims
 from rollweave.engine.batching import Batcher
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.kv import PagedPool
-from rollweave.engine.pages import PagePool
+from rollweave.engine.pages import PagePool, driver_of
 from rollweave.schema.errors import ConfigError, PagesError
 from rollweave.weights.checkpoint import ModelShape
 
@@ -61,7 +61,7 @@ class MappedPool(PagedPool):
             page_bytes=pages.driver.page_bytes,
         )
         self.groups, self.group_pages = groups, self._layer_pages * shape.layers
-        self._range = pages.reserve(groups * self.group_pages)
+        self.pages, self._range = pages, pages.reserve(groups * self.group_pages)
         self.mapped: set[int] = set()
         self.closed = False
         super().__init__(
@@ -127,6 +127,31 @@ class MappedPool(PagedPool):
             self.closed = True
             self.mapped.clear()
             self._range.close()
+
+
+def serving_pool(
+    shape: ModelShape,
+    *,
+    page_bytes: int,
+    blocks: int,
+    block_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    released: bool,
+) -> MappedPool:
+    """Return the pool of a serving model of so many blocks, and of all models beside
+    it, over pages of `page_bytes` or more.
+    """
+    assert not released, "a serving model keeps its memory"
+    driver = driver_of(device, page_bytes)
+    size, layer_pages = group_size(
+        shape, block_tokens=block_tokens, dtype=dtype, page_bytes=driver.page_bytes
+    )
+    groups = max(1, -(-blocks // size))
+    pages = PagePool(driver, groups * layer_pages * shape.layers)
+    return MappedPool(
+        pages, shape, groups=groups, block_tokens=block_tokens, device=device, dtype=dtype
+    )
 
 
 class ModelMemory:

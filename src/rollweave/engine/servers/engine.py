@@ -17,6 +17,7 @@ memory is not given back.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, assert_never
 
@@ -232,23 +233,13 @@ class ServerEngine:
         """Give a server that others have used before the model's own weights, since
         they may have left it in any state. Raises EngineError.
         """
-        control, spec = self._control, self._spec
-        label = str(max(0, spec.version))
+        control, label = self._control, str(max(0, self._spec.version))
         await control.connect()
         await control.reset(label)
         try:
-            publishing = asyncio.to_thread(
-                published_model, Path(spec.model), self._shape, self._folder
-            )
-            with await publishing as publication:
-                held = await asyncio.to_thread(
-                    self._kind.hold, spec, publication.manifest, self._shape, self._folder
-                )
-                try:
-                    await control.check(held)
-                    await control.swap(held, label)
-                finally:
-                    held.close()
+            with closing(await asyncio.to_thread(self._hold_model)) as held:
+                await control.check(held)
+                await control.swap(held, label)
         except WeightsError as error:
             raise EngineError(f"{self._name} cannot have the model's weights: {error}") from error
         await control.resume()
@@ -445,12 +436,8 @@ class ServerEngine:
     async def _load_checkpoint(self, command: LoadCheckpoint) -> None:
         started = time.monotonic()
         try:
-            with await asyncio.to_thread(published, command) as publication:
-                held = await asyncio.to_thread(self._hold, publication.manifest)
-                try:
-                    await self._swap(held)
-                finally:
-                    held.close()
+            with closing(await asyncio.to_thread(self._hold_checkpoint, command)) as held:
+                await self._swap(held)
         except (WeightsError, OSError, ValueError) as error:
             self._reply(LoadFailed(version=command.version, error=str(error)))
         else:
@@ -473,6 +460,14 @@ class ServerEngine:
                 held = self._kind.hold(self._spec, weights.manifest, self._shape, self._folder)
         self._brought_s = time.monotonic() - started
         return held
+
+    def _hold_checkpoint(self, command: LoadCheckpoint) -> HeldWeights:
+        with published(command) as publication:
+            return self._hold(publication.manifest)
+
+    def _hold_model(self) -> HeldWeights:
+        with published_model(Path(self._spec.model), self._shape, self._folder) as publication:
+            return self._kind.hold(self._spec, publication.manifest, self._shape, self._folder)
 
     async def _swap(self, held: HeldWeights) -> None:
         """Make the server serve these weights.
