@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollweave.core.policy.predict import ProgressivePredictor, pearson, recall_of_longest
+from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.training import LengthContext
+from rollweave_papers.measures import pearson, recall_of_longest
 
 TURNS = 5
 

@@ -100,7 +100,7 @@ def running(
         status=GroupStatus.ACTIVE,
     )
     state.groups[group.id] = group
-    if run.uses(Lengths):
+    if Lengths in run.parts:
         run.part(Lengths).domains["a"] = DomainLengths(turn_s=2.0, tool_s=1.0)
     for number, estimate in enumerate(estimates):
         trajectory = Trajectory(
@@ -132,7 +132,7 @@ def begin_work(run: Run, trajectory: Trajectory, **work: Any) -> None:
     that has a record of it.
     """
     run.follow(Stage.QUEUED, trajectory)
-    if run.uses(Lengths):
+    if Lengths in run.parts:
         run.part(Lengths).trajectories[trajectory.id] = Work(**work)
 
 

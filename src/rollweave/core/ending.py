@@ -65,7 +65,7 @@ def advance(run: Run) -> None:
         state.phase = Phase.EVALUATING
         best = state.evaluations.best
         if not _skips_final_eval(run) and best is not None and best.step != state.trainer.step:
-            training.publish_best(run, best.step)
+            training.publish(run, from_checkpoint=best.step)
     if state.phase is Phase.EVALUATING:
         _final_evaluation(run)
 

@@ -59,16 +59,11 @@ lost controller begins comparisons anew.
 
 def launch(run: Run) -> None:
     """Draw as many training groups as the mode's pacing has room for."""
-    if run.admits_training():
-        _draw(run, run.pacing.room(run))
-
-
-def _draw(run: Run, count: int) -> None:
-    state = run.state
-    for _ in range(count):
-        name = next_domain(run.task_weights, state.drawing.drawn)
-        index = state.drawing.drawn.get(name, 0)
-        state.drawing.drawn[name] = index + 1
+    drawn = run.state.drawing.drawn
+    for _ in range(run.pacing.room(run) if run.admits_training() else 0):
+        name = next_domain(run.task_weights, drawn)
+        index = drawn.get(name, 0)
+        drawn[name] = index + 1
         draw(run, name, index, Purpose.TRAIN)
 
 
@@ -121,11 +116,6 @@ def on_draw_failed(run: Run, event: DrawFailed) -> None:
     """
     if run.state.phase is not Phase.FINISHED:
         run.state.error = run.state.error or f"drawing a task failed: {event.error}"
-
-
-def abandon_draw(run: Run, group: Group) -> None:
-    """Do without a group whose task has not come. Another one is drawn in its place."""
-    drop(run, group, "draw_hang")
 
 
 # Facts about members.

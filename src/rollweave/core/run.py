@@ -407,10 +407,6 @@ class Run:
         part: Part = self.parts[kind]
         return part
 
-    def uses(self, kind: type[msgspec.Struct]) -> bool:
-        """True if the run has the mechanism with this kind of state."""
-        return kind in self.parts
-
     def follow(self, move: Move, *what: Any) -> None:
         """Tell the mechanisms that follow it of a move."""
         for follower in self.followers[move]:

@@ -111,7 +111,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
         )
     elif lost or dropped:
         run.emit(Warn(component="trainer", message=f"continues from step {event.step}: {text}"))
-    _publish(run)
+    publish(run)
 
 
 def _discarded(run: Run) -> int:
@@ -219,7 +219,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
         trainer.parts_done = 0
         run.follow(TrainerMove.TRAINED)
         groups.learn_spare_groups(run)
-        _publish(run)
+        publish(run)
 
 
 def _count_trained(run: Run) -> None:
@@ -269,7 +269,8 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
 # Publication and checkpoints.
 
 
-def _publish(run: Run, from_checkpoint: int | None = None) -> None:
+def publish(run: Run, from_checkpoint: int | None = None) -> None:
+    """Publish the trainer's weights, or those of the checkpoint of this step."""
     trainer = run.state.trainer
     run.emit(
         PublishWeights(
@@ -281,11 +282,6 @@ def _publish(run: Run, from_checkpoint: int | None = None) -> None:
         )
     )
     _enter(run, TrainerStatus.PUBLISHING)
-
-
-def publish_best(run: Run, step: int) -> None:
-    """Publish the weights of the best checkpoint, for the final evaluation."""
-    _publish(run, from_checkpoint=step)
 
 
 def on_published(run: Run, event: WeightsPublished) -> None:

@@ -112,7 +112,7 @@ class TurnQueues:
         while heap:
             rank, _, trajectory_id, arrival = heap[0]
             queued = _find(state, trajectory_id, arrival)
-            if queued is not None and _waits(queued, key) and queued.turn.rank == -rank:
+            if queued is not None and _key(queued) == key and queued.turn.rank == -rank:
                 return queued
             heapq.heappop(heap)
             self._entries -= 1
@@ -129,7 +129,7 @@ class TurnQueues:
         return [
             queued
             for rank, queued in entries
-            if queued is not None and _waits(queued, key) and queued.turn.rank == rank
+            if queued is not None and _key(queued) == key and queued.turn.rank == rank
         ]
 
     def oldest(self, state: State, key: QueueKey) -> QueuedTurn | None:
@@ -140,7 +140,7 @@ class TurnQueues:
         while arrivals:
             arrival, trajectory_id = arrivals[0]
             queued = _find(state, trajectory_id, arrival)
-            if queued is not None and _waits(queued, key):
+            if queued is not None and _key(queued) == key:
                 return queued
             heapq.heappop(arrivals)
         return None
@@ -153,10 +153,6 @@ def _find(state: State, trajectory_id: TrajectoryId, arrival: int) -> QueuedTurn
     trajectory = state.trajectories[trajectory_id]
     turn = trajectory.open_turn
     return QueuedTurn(trajectory, turn, turn.place) if isinstance(turn.place, Queued) else None
-
-
-def _waits(queued: QueuedTurn, key: QueueKey) -> bool:
-    return _key(queued) == key
 
 
 def _key(queued: QueuedTurn) -> QueueKey:

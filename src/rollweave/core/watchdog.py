@@ -185,7 +185,7 @@ def _check_draws(run: Run) -> None:
             if group.purpose is Purpose.EVAL:
                 evaluation.abandon_episode(run, group, "its task was not drawn")
             else:
-                groups.abandon_draw(run, group)
+                groups.drop(run, group, "draw_hang")
 
 
 def _check_trainer(run: Run) -> None:

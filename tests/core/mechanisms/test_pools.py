@@ -13,7 +13,7 @@ from rollweave.core.mechanisms.costs.rates import learns_pools
 from rollweave.core.mechanisms.pools import Pools
 from rollweave.core.policy.turn_times import DomainProfile, Prices, TurnTime, TurnTimes, Worked
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, TrainerStatus, Turn
+from rollweave.core.state import Engine, EngineStatus, TrainerStatus, Trajectory, Turn
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from tests.support.pools import PooledWorld, pooled
@@ -222,6 +222,11 @@ def test_a_wrong_declaration_is_tried_then_corrected() -> None:
     assert affinity.shares_now(run)["a"]["compute"] > 0.9
 
 
+def given_pool(run: Run, trajectory: Trajectory) -> str:
+    affinity.give_pool(run, trajectory)
+    return trajectory.pool
+
+
 @pytest.mark.parametrize("turns", [16, 40, 1000])
 def test_one_step_with_a_trial_makes_the_pool_known(turns: int) -> None:
     """Attempts have one turn each, and steps are as large as the last ones."""
@@ -230,7 +235,7 @@ def test_one_step_with_a_trial_makes_the_pool_known(turns: int) -> None:
     where = {"a": ("bandwidth",), "b": ("compute",)}
     teach(run, {"a": READS, "b": WRITES}, where=where, turns=turns)
     one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
-    pools = [affinity.pool_of_attempt(run, one) for _ in range(turns)]
+    pools = [given_pool(run, one) for _ in range(turns)]
     tried = pools.count("compute")
     assert tried >= affinity.KNOWN_TURNS
     assert tried <= max(turns / 32, 2 * affinity.KNOWN_TURNS) + 1
@@ -258,7 +263,7 @@ def test_a_context_grows_by_half_of_the_output_on_average() -> None:
         cached_tokens=0,
         version=0,
     )
-    affinity.learn_turn(run, one, engine, turn, done, None)
+    affinity.learn_turn(run, one, turn, engine, done)
     assert state.mechanisms["pools"].profiles["a"].context == 410
 
 
@@ -299,7 +304,7 @@ def test_a_pool_without_engines_gets_no_attempts() -> None:
     for engine in [one for one in state.engines.values() if one.seat.pool == "bandwidth"]:
         world.feed(e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="killed"))
     one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
-    assert {affinity.pool_of_attempt(run, one) for _ in range(5)} == {"compute"}
+    assert {given_pool(run, one) for _ in range(5)} == {"compute"}
     assert affinity.shares_now(run)["a"] == {"compute": 1.0}
 
 
@@ -317,4 +322,4 @@ def test_a_run_that_is_resumed_with_declared_pools_learns_no_more() -> None:
     plain = world.config.model_dump(exclude_unset=True)
     plain["rollout"] |= {"affinity": "declared"}
     core = Core.restore(world.core.snapshot(), RunConfig.model_validate(plain))
-    assert not core._run.uses(Pools)
+    assert Pools not in core._run.parts

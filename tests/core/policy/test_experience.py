@@ -126,33 +126,24 @@ def test_batches_are_whole_or_not_at_all(
     assert chosen == in_another_order
 
 
-@given(buffers(least=1), st.data(), st.sampled_from([1, 2, 4]))
-def test_stale_groups_are_drawn_less_often(
-    buffer: list[Experience], data: st.DataObject, weight: int
-) -> None:
+@given(buffers(least=1), st.data())
+def test_stale_groups_are_drawn_less_often(buffer: list[Experience], data: st.DataObject) -> None:
     """Without replacement: each draw falls into a share of the line that is in
-    proportion to weight ** -staleness.
+    proportion to 2 ** -staleness.
     """
     steps = data.draw(st.lists(st.integers(0, 63), min_size=len(buffer), max_size=len(buffer)))
     draws = [(2 * step + 1) / 128 for step in steps]
     left = sorted(buffer, key=lambda one: (abs(VERSION - one.initiated), one.arrived))
     expected = []
     for draw in draws:
-        shares = [Fraction(1, weight ** abs(VERSION - one.initiated)) for one in left]
+        shares = [Fraction(1, 2 ** abs(VERSION - one.initiated)) for one in left]
         at = Fraction(draw) * sum(shares)
         index = 0
         while index < len(left) - 1 and at >= shares[index]:
             at -= shares[index]
             index += 1
         expected.append(left.pop(index).id)
-    chosen = sample(
-        buffer,
-        len(buffer),
-        strategy="staleness",
-        version=VERSION,
-        draws=draws,
-        weight=float(weight),
-    )
+    chosen = sample(buffer, len(buffer), strategy="staleness", version=VERSION, draws=draws)
     assert chosen == expected
 
 
@@ -239,10 +230,6 @@ def test_refuses_an_invalid_answer_of_a_function(answer: list[GroupId], message:
         (
             {"wanted": 1, "strategy": "staleness", "draws": [1.0]},
             "draws must be at least 0 and below 1, got 1.0",
-        ),
-        (
-            {"wanted": 1, "strategy": "staleness", "draws": [0.5], "weight": 0.5},
-            "weight must be at least 1, got 0.5",
         ),
         (
             {"wanted": 1, "strategy": "ratio"},

@@ -25,10 +25,6 @@ def test_a_walk_keeps_the_rules(total: int, walk: list[tuple[bool, int]]) -> Non
             while expected and total - expected - serving < math.ceil(headroom / 2):
                 expected, frozen = expected // CUT, True
             assert policy.observe(serving) == expected <= before
-            assert policy.raise_to(serving) == (
-                expected if frozen else max(expected, total - headroom - serving)
-            )
-            expected = policy.budget
         assert policy.frozen is frozen
         assert 0 <= policy.budget <= total - headroom
         for held, more in itertools.product((0, total // 3), (1, total // 4 + 1)):
@@ -43,7 +39,7 @@ def test_a_burst_cuts_once_by_two_until_the_next_step() -> None:
     assert policy.observe(30) == 60, "half of the headroom of 20 pages is left"
     assert policy.observe(31) == 30
     assert policy.observe(60) == 30, "the cut has made room"
-    assert policy.raise_to(0) == 30, "frozen"
+    assert policy.frozen
     assert policy.cuts == 1
     assert policy.begin_step(recent_use=31) == 49
     assert policy.excess(held=60) == 11

@@ -4,7 +4,6 @@ relay.
 
 import itertools
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -18,31 +17,8 @@ from rollweave.core.policy.relay import (
     chunk_bytes,
     chunk_count,
     join_at,
-    repair,
     sends_changes,
 )
-
-NAMES = st.lists(st.integers(0, 30).map("r{}".format), min_size=1, max_size=12, unique=True)
-
-
-def sources(order: Sequence[str]) -> dict[str, str | None]:
-    """Return the source of each relay of a chain; None is the trainer."""
-    return dict(zip(order, (None, *order[:-1]), strict=True)) if order else {}
-
-
-def reached(taking: dict[str, str | None]) -> list[str]:
-    """Relays to which the trainer's bytes come, by following them.
-
-    Those on a cycle are not among them.
-    """
-    relays_reached: list[str] = []
-    wave: list[str | None] = [None]
-    while wave:
-        giver = wave.pop()
-        receivers = [relay for relay, source in taking.items() if source == giver]
-        relays_reached += receivers
-        wave += receivers
-    return relays_reached
 
 
 @given(
@@ -65,35 +41,9 @@ def test_a_version_crosses_each_link_between_sites_once(
         assert first not in groups[1:]
 
 
-@given(NAMES, st.data())
-def test_losses_one_by_one_leave_a_chain_of_all_that_live(
-    relays: list[str], data: st.DataObject
-) -> None:
-    """One edge changes for each loss: that of the lost one's successor."""
-    order: tuple[str, ...] = tuple(relays)
-    for lost in data.draw(st.permutations(relays)):
-        before = sources(order)
-        mended = repair(order, lost)
-        after = sources(mended.order)
-        changed = {relay: source for relay, source in after.items() if before[relay] != source}
-        assert sorted(reached(after)) == sorted(set(order) - {lost})
-        assert changed == ({} if mended.relay is None else {mended.relay: mended.source})
-        assert list(changed) == [relay for relay, source in before.items() if source == lost]
-        order = mended.order
-    assert order == ()
-    assert sources(order) == {}
-
-
-def test_the_successor_of_a_lost_master_takes_from_the_trainer() -> None:
-    mended = repair(["a", "b", "c"], "a")
-    assert (mended.order, mended.relay, mended.source) == (("b", "c"), "b", None)
-    assert repair(["a", "b", "c"], "c").relay is None
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: repair(["a"], "b"), "lost must be a relay"),
         (
             lambda: broadcast_s(1, nodes=0, chunks=1, start_s=0, byte_s=0),
             "nodes must be at least 1, got 0",

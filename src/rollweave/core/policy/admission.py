@@ -199,10 +199,9 @@ class Latest:
 class Corrections:
     """The factors by which estimates of each kind of step are scaled."""
 
-    def __init__(self, *, window: int = WINDOW, first_margin: float = FIRST_MARGIN) -> None:
-        self._first_margin = first_margin
-        self._ratios = {kind: Latest(window) for kind in StepKind}
-        self._factors = dict.fromkeys(StepKind, first_margin)
+    def __init__(self) -> None:
+        self._ratios = {kind: Latest() for kind in StepKind}
+        self._factors = dict.fromkeys(StepKind, FIRST_MARGIN)
 
     def measured(self, kind: StepKind, *, profiled_s: float, seconds: float) -> None:
         """Record that a step with `profiled_s` took `seconds`. A step without profiled
@@ -211,7 +210,7 @@ class Corrections:
         if profiled_s > 0 and seconds >= 0:
             ratios = self._ratios[kind]
             ratios.add(seconds / profiled_s)
-            unproven = [self._first_margin] if len(ratios) < PROVEN else []
+            unproven = [FIRST_MARGIN] if len(ratios) < PROVEN else []
             self._factors[kind] = ratios.percentile(*unproven)
 
     def factor(self, kind: StepKind) -> float:

@@ -68,15 +68,14 @@ def sample(
     strategy: SampleName | Rule,
     version: int,
     draws: Sequence[float] = (),
-    weight: float = STALENESS_WEIGHT,
 ) -> list[GroupId]:
     """Return the groups of the next batch in the order of choice, or no groups if there
     are too few, or a user's function names too few.
 
     `staleness` draws without replacement, each group with a probability proportional to
-    `weight` ** -staleness; `draws` supplies a number in [0, 1) for each group. A user's
-    function may name more than requested; the first are taken. Raises ValueError for
-    ids or draws that violate this, and for invalid bounds.
+    `STALENESS_WEIGHT` ** -staleness; `draws` supplies a number in [0, 1) for each
+    group. A user's function may name more than requested; the first are taken. Raises
+    ValueError for ids or draws that violate this, and for invalid bounds.
     """
     if wanted < 1:
         raise ValueError(f"wanted must be at least 1, got {wanted}")
@@ -95,7 +94,7 @@ def sample(
         case "ratio":
             chosen = sorted(buffer, key=_off_policy)
         case "staleness":
-            chosen = _drawn(buffer, wanted, version, draws, weight)
+            chosen = _drawn(buffer, wanted, version, draws)
     return _most([group.id for group in chosen], wanted)
 
 
@@ -172,14 +171,12 @@ def _off_policy(experience: Experience) -> float:
 
 
 def _drawn(
-    buffer: list[Experience], wanted: int, version: int, draws: Sequence[float], weight: float
+    buffer: list[Experience], wanted: int, version: int, draws: Sequence[float]
 ) -> list[Experience]:
     """Draw one after another, without replacement.
 
     Groups lie on the line in order of staleness, the freshest first.
     """
-    if weight < 1:
-        raise ValueError(f"weight must be at least 1, got {weight}")
     if len(draws) < wanted:
         raise ValueError(f"draws must have a number for each of {wanted} groups, got {len(draws)}")
     if wrong := [draw for draw in draws if not 0 <= draw < 1]:
@@ -191,7 +188,7 @@ def _drawn(
     for draw in draws[:wanted]:
         # weights are relative to the freshest, so that only the stalest vanish
         freshest = next(iter(left))
-        widths = [weight ** float(freshest - age) for age in left]
+        widths = [STALENESS_WEIGHT ** float(freshest - age) for age in left]
         ends = list(
             accumulate(width * len(same) for width, same in zip(widths, left.values(), strict=True))
         )

@@ -42,15 +42,9 @@ flaps stays out.
 class Hysteresis:
     """Health by checks, which changes only after several contrary checks in a row."""
 
-    def __init__(
-        self, *, healthy: bool = False, down_after: int = DOWN_AFTER, up_after: int = UP_AFTER
-    ) -> None:
-        if down_after < 1 or up_after < 1:
-            raise ValueError(
-                f"down_after and up_after must be at least 1, got {down_after} and {up_after}"
-            )
+    def __init__(self, *, healthy: bool = False) -> None:
         self.healthy = healthy
-        self._needed = {True: up_after, False: down_after}
+        self._needed = {True: UP_AFTER, False: DOWN_AFTER}
         self._against = 0
 
     def observe(self, good: bool) -> bool:

@@ -50,20 +50,17 @@ class KvBudget:
     step.
     """
 
-    def __init__(
-        self, total: int, *, headroom: float = HEADROOM, high_water: float = HIGH_WATER
-    ) -> None:
+    def __init__(self, total: int, *, headroom: float = HEADROOM) -> None:
         if total < 1:
             raise ValueError(f"total must be at least 1, got {total}")
-        for name, share in (("headroom", headroom), ("high_water", high_water)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {share}")
+        if not 0 <= headroom <= 1:
+            raise ValueError(f"headroom must be in [0, 1], got {headroom}")
         self.total = total
         self.headroom = math.ceil(headroom * total)
         self.budget = 0
         self.frozen = False
         self.cuts = 0
-        self._least_left = math.ceil((1 - high_water) * self.headroom)
+        self._least_left = math.ceil((1 - HIGH_WATER) * self.headroom)
 
     @property
     def serving_most(self) -> int:
@@ -86,14 +83,6 @@ class KvBudget:
             self.budget //= CUT
             self.frozen = True
             self.cuts += 1
-        return self.budget
-
-    def raise_to(self, recent_use: int) -> int:
-        """Raise the budget within a step, unless it is frozen, because serving uses
-        less than before. Return the budget.
-        """
-        if not self.frozen:
-            self.budget = max(self.budget, self.total - self.headroom - recent_use)
         return self.budget
 
     def fits(self, *, serving: int, held: int, more: int) -> bool:
@@ -125,10 +114,9 @@ def victims(holdings: Iterable[Holding], excess: int) -> list[str]:
 
 
 class Leases(Generic[Page]):
-    """The cached pages, each kept for `lease_s` after its last use."""
+    """The cached pages, each kept for `LEASE_S` after its last use."""
 
-    def __init__(self, lease_s: float = LEASE_S) -> None:
-        self._lease_s = lease_s
+    def __init__(self) -> None:
         self._used: OrderedDict[Page, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -147,7 +135,7 @@ class Leases(Generic[Page]):
         """Return the pages whose lease is over, the oldest first."""
         over: list[Page] = []
         for page, used in self._used.items():
-            if now - used < self._lease_s:
+            if now - used < LEASE_S:
                 break
             over.append(page)
         return over

@@ -13,8 +13,6 @@ A chain is the ids of its relays, each once, the master first.
 import math
 from collections.abc import Sequence
 
-from rollweave.schema.base import Struct
-
 CHUNK_BYTES = 32 * 2**20
 """Maximum size of a chunk: Laminar's chunk (§7). Longer chunks gain nothing and take
 memory on the way.
@@ -24,18 +22,6 @@ LEAST_CHUNK_BYTES = 256 * 2**10
 """Minimum size of a chunk: below it, the cost of each chunk for its processes exceeds
 App. C's start-up latency.
 """
-
-
-class Repair(Struct, frozen=True, kw_only=True):
-    """A chain without one relay. `relay` is the only one that gets another `source`
-    (None is the trainer).
-
-    `relay` is None if no relay fetched from the lost one.
-    """
-
-    order: tuple[str, ...]
-    relay: str | None = None
-    source: str | None = None
 
 
 def join_at(sites: Sequence[str], site: str, *, first: str, master: bool) -> int:
@@ -52,22 +38,6 @@ def join_at(sites: Sequence[str], site: str, *, first: str, master: bool) -> int
     if same:
         return same[-1] + 1
     return 0 if site == first else len(sites)
-
-
-def repair(order: Sequence[str], lost: str) -> Repair:
-    """Remove one relay (§4.3): its successor fetches from its predecessor, or from the
-    trainer as the new master.
-
-    The successor of a lost master is ahead of all other relays. Raises ValueError for a
-    relay that is not in the chain.
-    """
-    if lost not in order:
-        raise ValueError(f"lost must be a relay of the chain {list(order)}, got {lost}")
-    at = order.index(lost)
-    rest = (*order[:at], *order[at + 1 :])
-    if at == len(rest):
-        return Repair(order=rest)
-    return Repair(order=rest, relay=rest[at], source=rest[at - 1] if at else None)
 
 
 def broadcast_s(nbytes: int, *, nodes: int, chunks: int, start_s: float, byte_s: float) -> float:

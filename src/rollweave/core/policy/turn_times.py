@@ -37,7 +37,8 @@ makes up half of a profile, and the first three steps make up seven eighths.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -137,6 +138,11 @@ class Prices(Struct, frozen=True, kw_only=True):
     context_s: float
     prompt_s: float
 
+    @classmethod
+    def of(cls, prices: Iterable[float]) -> Self:
+        """Return the prices in their order."""
+        return cls(**dict(zip(cls.__struct_fields__, map(float, prices), strict=True)))
+
     @property
     def as_tuple(self) -> tuple[float, float, float, float]:
         return self.fixed_s, self.sequence_s, self.context_s, self.prompt_s
@@ -163,9 +169,8 @@ class Fit(Struct, frozen=True, kw_only=True):
 
     def times(self, factor: float) -> "Fit":
         """Return the fit for engines that take this many times as long."""
-        fixed, sequence, context, prompt = (factor * price for price in self.prices.as_tuple)
         return Fit(
-            prices=Prices(fixed_s=fixed, sequence_s=sequence, context_s=context, prompt_s=prompt),
+            prices=Prices.of(factor * price for price in self.prices.as_tuple),
             covariance=tuple(tuple(factor**2 * value for value in row) for row in self.covariance),
         )
 
@@ -194,11 +199,10 @@ def fit(turns: Sequence[TurnTime]) -> Fit:
         ridge = (deviation / PRIOR_ERROR) ** 2
         shares = non_negative_ridge(columns, weights, ridge)
     shares[0] = max(shares[0], LEAST_SHARE)
-    fixed, sequence, context, prompt = (float(price) for price in shares * prior)
     known = (columns.T * weights) @ columns + ridge * np.eye(len(prior))
     covariance = deviation**2 * np.linalg.inv(known) * np.outer(prior, prior)
     return Fit(
-        prices=Prices(fixed_s=fixed, sequence_s=sequence, context_s=context, prompt_s=prompt),
+        prices=Prices.of(shares * prior),
         covariance=tuple(tuple(float(value) for value in row) for row in covariance),
     )
 
@@ -213,12 +217,8 @@ def renewed(former: Fit, newer: Fit) -> Fit:
     covariance = np.linalg.inv(old + new)
     both = covariance @ (old @ former.prices.as_tuple + new @ newer.prices.as_tuple)
     least = LEAST_SHARE * min(former.prices.fixed_s, newer.prices.fixed_s)
-    fixed, *others = (float(price) for price in both)
-    sequence, context, prompt = (max(0.0, price) for price in others)
     return Fit(
-        prices=Prices(
-            fixed_s=max(fixed, least), sequence_s=sequence, context_s=context, prompt_s=prompt
-        ),
+        prices=Prices.of((max(both[0], least), *(max(0.0, price) for price in both[1:]))),
         covariance=tuple(tuple(float(value) for value in row) for row in covariance),
     )
 

@@ -24,7 +24,6 @@ from rollweave.core.policy.turn_times import (
     DomainProfile,
     Fit,
     TokenCosts,
-    TurnTime,
     Worked,
     cost,
     fit,
@@ -82,59 +81,38 @@ steps ago.
 """
 
 
-def turn_done(
+def learn_turn(
     run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
 ) -> None:
-    """Learn from a turn that `costs` has learned from."""
-    if not event.replayed and learns_pools(run):
-        learn_turn(run, trajectory, engine, turn, event, run.part(Costs).newest)
-
-
-def learn_turn(
-    run: Run,
-    trajectory: Trajectory,
-    engine: Engine,
-    turn: Turn,
-    event: TurnDone,
-    time: TurnTime | None,
-) -> None:
-    """Learn from a finished turn what its domain needs. `time` is None if the turn's
-    seconds are not comparable with other turns' seconds.
-    """
-    name = run.state.groups[trajectory.group_id].name
+    """Learn what a domain needs from a finished turn that `costs` has learned from."""
+    if event.replayed or not learns_pools(run):
+        return
+    name, time = run.state.groups[trajectory.group_id].name, run.part(Costs).newest
     profile = run.part(Pools).profiles.setdefault(name, DomainProfile())
     output = max(1, event.output_tokens)
     prompt = max(0, turn.context_tokens - event.cached_tokens)
     context = turn.context_tokens + output / 2
     batch = None if time is None else time.batch
     profile.add(engine.seat.pool, prompt=prompt, output=output, batch=batch, context=context)
-    if time is not None:
+    if time is not None:  # its seconds are comparable with other turns' seconds
         hardware, degree = kind_of(run, engine)
         worked = run.part(Pools).worked.setdefault(hardware, {}).setdefault(degree, Worked())
         worked.add(time, prompt=prompt, context=context)
 
 
 def give_pool(run: Run, trajectory: Trajectory) -> None:
-    """Give an attempt that is launched a pool."""
-    trajectory.pool = pool_of_attempt(run, trajectory)
-    reindex(run, trajectory)
-
-
-def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
-    """Return the pool for an attempt that is launched, by the shares of its domain; ""
-    if the domain has no shares, or no engine of its pools serves.
+    """Give an attempt that is launched a pool, by the shares of its domain; "" if the
+    domain has no shares, or no engine of its pools serves.
     """
     affinity, name = run.part(Pools), run.state.groups[trajectory.group_id].name
-    if not learns_pools(run):
-        return ""
     shares = affinity.trial.get(name) or affinity.shares.get(name, {})
     live = {pool: share for pool, share in shares.items() if pool in run.fleet.live_pools}
-    if not live:
-        return ""
-    given = affinity.given.setdefault(name, {})
-    pool = next_pool(live, given)
-    given[pool] = given.get(pool, 0) + 1
-    return pool
+    trajectory.pool = ""
+    if learns_pools(run) and live:
+        given = affinity.given.setdefault(name, {})
+        trajectory.pool = next_pool(live, given)
+        given[trajectory.pool] = given.get(trajectory.pool, 0) + 1
+    reindex(run, trajectory)
 
 
 def plan(run: Run) -> None:
@@ -319,7 +297,7 @@ MECHANISM = Mechanism(
     state=Pools,
     follows={
         Stage.INIT: give_pool,
-        TurnMove.DONE: turn_done,
+        TurnMove.DONE: learn_turn,
         TrainerMove.TRAINED: plan,
     },
     check=check,

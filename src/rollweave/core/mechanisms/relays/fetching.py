@@ -64,22 +64,6 @@ STARTING.
 """
 
 
-def start(run: Run, count: int) -> None:
-    """Record the relays that a new world starts."""
-    part = run.part(Relays)
-    part.relayed, part.order = count > 0, []
-    part.relays = {
-        relay_id(host): Relay(id=relay_id(host), host=host, since=run.now) for host in range(count)
-    }
-
-
-def add(run: Run, host: int) -> None:
-    """Start a relay on a host that has joined."""
-    name = relay_id(host)
-    run.part(Relays).relays[name] = Relay(id=name, host=host, since=run.now)
-    run.emit(RestartRelay(relay_id=name, host=host, epoch=0, reason="its host has joined"))
-
-
 def on_joined(run: Run, event: RelayJoined) -> None:
     part = run.part(Relays)
     relay = _find(run, event.relay_id, event.epoch)
@@ -424,17 +408,16 @@ def _measure_broadcast(run: Run) -> None:
     """Once all relays that need the published weights have them, record the time that
     this took, if the weights were sent to all relays in one form.
     """
-    part = run.part(Relays)
-    chain, published = part, run.state.publication
+    part, published = run.part(Relays), run.state.publication
     takers = (
         relay
-        for relay in (chain.relays[name] for name in chain.order)
+        for relay in (part.relays[name] for name in part.order)
         if takes_versions(part, relay, run.fleet.hosts)
     )
-    if len(chain.broadcast) == 1 and all(published.id in relay.versions for relay in takers):
-        (form,) = chain.broadcast
-        chain.broadcast_s[form] = run.now - published.at
-        chain.broadcast = {}
+    if len(part.broadcast) == 1 and all(published.id in relay.versions for relay in takers):
+        (form,) = part.broadcast
+        part.broadcast_s[form] = run.now - published.at
+        part.broadcast = {}
 
 
 def _stop(run: Run, relay: Relay) -> None:
@@ -454,13 +437,19 @@ def _enter(run: Run, relay: Relay, status: RelayStatus) -> None:
 
 def on_started(run: Run, event: RunStarted | WorldLost) -> None:
     """Begin with the relays of a new world."""
-    start(run, event.relays)
+    part, hosts = run.part(Relays), range(event.relays)
+    part.relayed, part.order = event.relays > 0, []
+    part.relays = {
+        relay_id(host): Relay(id=relay_id(host), host=host, since=run.now) for host in hosts
+    }
 
 
 def host_joined(run: Run, host: int) -> None:
     """Start a relay on a host that has joined, if every host has a relay."""
-    if run.part(Relays).relayed:
-        add(run, host)
+    part, name = run.part(Relays), relay_id(host)
+    if part.relayed:
+        part.relays[name] = Relay(id=name, host=host, since=run.now)
+        run.emit(RestartRelay(relay_id=name, host=host, epoch=0, reason="its host has joined"))
 
 
 def host_given_up(run: Run, host: int, reason: str) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Container
 
 import msgspec
 
-from rollweave.core.policy.relay import repair
 from rollweave.core.run import Carrier, Run
 from rollweave.core.state import Engine, State
 
@@ -125,10 +124,12 @@ def is_chain_head(part: Relays, relay: Relay) -> bool:
 
 
 def leave_chain(run: Run, relay: Relay) -> None:
-    """Take a lost relay out of the chain."""
+    """Take a lost relay out of the chain: its successor fetches from its predecessor,
+    or from the trainer as the new master, and is ahead of all relays after it (Laminar
+    §4.3).
+    """
     part = run.part(Relays)
-    if relay.id in part.order:
-        part.order = list(repair(part.order, relay.id).order)
+    part.order = [name for name in part.order if name != relay.id]
 
 
 def site_of(run: Run, host: int) -> str:

@@ -13,7 +13,7 @@ work, and overfill the next (loads of 0.30, 0.35 and 0.40 put 1.05 on one replic
 received work moves along with its receiver, and the plan names where each replica's
 work ends up. Invariants of a plan: moves are between replicas of one publication; a
 source moves once, with all its work; no target is a source; after all moves each target
-holds at most `kv_max` of its KV and `batch_max` requests, and no more than its slots.
+holds at most `KV_MAX` of its KV and `batch_max` requests, and no more than its slots.
 """
 
 from collections.abc import Sequence
@@ -72,16 +72,14 @@ class Move(Struct, frozen=True, kw_only=True):
     target: EngineId
 
 
-def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MAX) -> list[Move]:
+def repack(replicas: Sequence[Replica], *, batch_max: int) -> list[Move]:
     """Return the plan, in the order of the replicas. Best fit: the least loaded replica
     moves to the target that it fills the most.
 
-    Candidates have work, a KV use below `kv_max` that is not rising, and fewer requests
+    Candidates have work, a KV use below `KV_MAX` that is not rising, and fewer requests
     than both `batch_max` and slots; a replica without work is free already. Raises
     ValueError for a repeated id and for invalid bounds.
     """
-    if not 0 < kv_max <= 1:
-        raise ValueError(f"kv_max must be above 0 and at most 1, got {kv_max}")
     if batch_max < 1:
         raise ValueError(f"batch_max must be at least 1, got {batch_max}")
     ids = [replica.id for replica in replicas]
@@ -92,10 +90,9 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
         group = [
             replica
             for replica in replicas
-            if replica.publication_id == publication_id
-            and _is_candidate(replica, batch_max, kv_max)
+            if replica.publication_id == publication_id and _is_candidate(replica, batch_max)
         ]
-        final |= _merged(group, batch_max, kv_max)
+        final |= _merged(group, batch_max)
     return [
         Move(source=source, target=final[source])
         for source in ids
@@ -103,30 +100,28 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
     ]
 
 
-def batch_bound(profile: Sequence[StepTime], *, largest: int, slower: float = SLOWER) -> int:
-    """Return B: the largest batch up to `largest` whose step takes at most `slower`
+def batch_bound(profile: Sequence[StepTime], *, largest: int) -> int:
+    """Return B: the largest batch up to `largest` whose step takes at most `SLOWER`
     times as long as a step with one sequence. Laminar takes B from the roofline, where
     decoding turns from memory-bound into compute-bound: before that point, a step
     mostly reads the weights, for any number of sequences. Here B is read off measured
     step times, smoothed (`step_times`), at the shortest measured context; a longer
-    context costs memory, which `kv_max` bounds. An engine without a profile has no such
+    context costs memory, which `KV_MAX` bounds. An engine without a profile has no such
     bound: `largest`. Raises ValueError for an invalid bound.
     """
     if largest < 1:
         raise ValueError(f"largest must be at least 1, got {largest}")
-    if slower < 1:
-        raise ValueError(f"slower must be at least 1, got {slower}")
     if not profile:
         return largest
     shortest = min(point.context for point in profile)
     points = [point for point in profile if point.context == shortest]
     reach = largest if len({point.batch for point in points}) > 1 else min(largest, points[0].batch)
     step_s = step_times(points, largest=reach)
-    return max(1, int(step_s.searchsorted(slower * step_s[0], side="right")))
+    return max(1, int(step_s.searchsorted(SLOWER * step_s[0], side="right")))
 
 
-def _is_candidate(replica: Replica, batch_max: int, kv_max: float) -> bool:
-    falling = replica.kv_used <= replica.kv_before and replica.kv_used < kv_max * replica.kv_total
+def _is_candidate(replica: Replica, batch_max: int) -> bool:
+    falling = replica.kv_used <= replica.kv_before and replica.kv_used < KV_MAX * replica.kv_total
     return falling and 0 < replica.requests < batch_max and replica.requests <= replica.slots
 
 
@@ -139,16 +134,16 @@ class _Load:
         self.requests = replica.requests
         self.members = [replica.id]
 
-    def fits(self, other: "_Load", batch_max: int, kv_max: float) -> bool:
+    def fits(self, other: "_Load", batch_max: int) -> bool:
         requests = self.requests + other.requests
-        room = self.kv + other.kv <= kv_max * self.replica.kv_total
+        room = self.kv + other.kv <= KV_MAX * self.replica.kv_total
         return room and requests <= min(batch_max, self.replica.slots)
 
     def filled_by(self, other: "_Load") -> float:
         return (self.kv + other.kv) / self.replica.kv_total
 
 
-def _merged(group: Sequence[Replica], batch_max: int, kv_max: float) -> dict[EngineId, EngineId]:
+def _merged(group: Sequence[Replica], batch_max: int) -> dict[EngineId, EngineId]:
     """Return where each replica's work ends up: on the replica itself or on another
     replica.
     """
@@ -156,7 +151,7 @@ def _merged(group: Sequence[Replica], batch_max: int, kv_max: float) -> dict[Eng
     kept: list[_Load] = []
     while loads:
         source = loads.pop(0)
-        targets = [load for load in (*kept, *loads) if load.fits(source, batch_max, kv_max)]
+        targets = [load for load in (*kept, *loads) if load.fits(source, batch_max)]
         if not targets:
             kept.append(source)
             continue
