@@ -15,6 +15,7 @@ from rollweave.core.training import COST_SHARE, checkpoint_is_due
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.support.core import config
+from tests.support.kinds import of
 from tests.support.random_world import World
 
 
@@ -179,8 +180,7 @@ def test_an_error_ends_the_run_only_after_the_checkpoint_is_written() -> None:
     assert not [
         one
         for commands in timed.commands[before:]
-        for one in commands
-        if isinstance(one, c.TrainStep | c.DrawTask)
+        for one in of(commands, c.TrainStep | c.DrawTask)
     ]
     assert timed.core.account().balanced
 

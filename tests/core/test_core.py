@@ -28,6 +28,7 @@ from tests.support.core import (
     run_with_lost_controllers,
     until,
 )
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.variants import mostly_extended
@@ -350,12 +351,7 @@ def test_the_controller_may_be_lost_at_any_event(
 def test_each_task_domain_may_have_its_group_size() -> None:
     world = World(config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
     world.run()
-    steps = [
-        command
-        for commands in world.commands
-        for command in commands
-        if isinstance(command, c.TrainStep)
-    ]
+    steps = [command for commands in world.commands for command in of(commands, c.TrainStep)]
     sizes = {(group.name, len(group.trajectory_ids)) for step in steps for group in step.groups}
     assert sizes == {("a", 5), ("b", 2)}
 
@@ -403,7 +399,7 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
         world.step()
     lost = dict(world.core.state.engines[turn.engine_id].active)
     world.feed(e.EngineLost(engine_id=turn.engine_id, epoch=0, error="killed"))
-    again = [command for command in world.commands[-1] if isinstance(command, c.StartTurn)]
+    again = of(world.commands[-1], c.StartTurn)
     queued = {*world.core.state.turns.queue, *world.core.state.turns.suspects}
     assert {command.trajectory_id for command in again} | queued >= set(lost)
     assert all(
@@ -511,7 +507,7 @@ def test_a_turn_requested_twice_is_one_turn() -> None:
     )
     before = world.core.snapshot()
     world.feed(requested)
-    assert not any(isinstance(command, c.StartTurn) for command in world.commands[-1])
+    assert not of(world.commands[-1], c.StartTurn)
     assert world.core.state.trajectories[done.trajectory_id].turn is None
     assert len(world.core.snapshot()) == len(before)
 
@@ -528,8 +524,8 @@ def test_a_turn_that_a_program_reads_is_resumed_wherever_it_continues(streamed: 
         return [
             command
             for commands in world.commands
-            for command in commands
-            if isinstance(command, c.StartTurn) and command.trajectory_id == run.trajectory_id
+            for command in of(commands, c.StartTurn)
+            if command.trajectory_id == run.trajectory_id
         ]
 
     named = {"trajectory_id": run.trajectory_id, "attempt": run.attempt, "turn": 0}
@@ -596,7 +592,7 @@ def updates_after_batches(world: World) -> list[bool]:
         idle, before = not world.core.state.drawing.active, len(world.commands)
         world.step()
         new = [command for commands in world.commands[before:] for command in commands]
-        batch = max([batch, *(one.step for one in new if isinstance(one, c.TrainStep))])
+        batch = max([batch, *(one.step for one in of(new, c.TrainStep))])
         if not idle and any(isinstance(command, c.SuspendEngine) for command in new):
             waited.append(batch >= world.core.state.publication.version)
     return waited
@@ -627,10 +623,7 @@ def test_expired_work_is_cancelled_at_once() -> None:
     dropped = world.core.account().dropped
     assert dropped.get("stale", 0) > 0
     cancels = [
-        command
-        for commands in world.commands
-        for command in commands
-        if isinstance(command, c.CancelTrajectory)
+        command for commands in world.commands for command in of(commands, c.CancelTrajectory)
     ]
     assert any(command.reason == "stale" for command in cancels)
 
@@ -642,10 +635,7 @@ def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
     world.run()
     assert world.core.account().dropped.get("stale", 0) > 0
     cancels = [
-        command
-        for commands in world.commands
-        for command in commands
-        if isinstance(command, c.CancelTrajectory)
+        command for commands in world.commands for command in of(commands, c.CancelTrajectory)
     ]
     assert not any(command.reason == "stale" for command in cancels)
     assert max(world.core.state.counters.staleness) <= 1

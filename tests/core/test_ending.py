@@ -8,6 +8,7 @@ from rollweave.core.state import Evaluation, Phase, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.events import StopRequested
+from tests.support.kinds import of
 from tests.support.states import running
 
 
@@ -26,7 +27,7 @@ def in_phase(phase: Phase, **sections: object) -> Run:
 
 
 def finishes(run: Run) -> list[str]:
-    return [command.error for command in run.out if isinstance(command, c.Finish)]
+    return [command.error for command in of(run.out, c.Finish)]
 
 
 @pytest.mark.parametrize("pool", ["init", "run", "eval", "closing"])

@@ -19,6 +19,7 @@ from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.work import StopReason, Task
 from tests.support.core import MODES, config
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.states import E0, E1, running
@@ -67,12 +68,7 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
         ),
     )
     assert world.core.state.evaluations.best_step == best.version
-    marked = [
-        command.step
-        for commands in world.commands
-        for command in commands
-        if isinstance(command, c.MarkBest)
-    ]
+    marked = [command.step for commands in world.commands for command in of(commands, c.MarkBest)]
     assert marked[-1] == best.version
     assert world.evaluations[-1].final
     assert world.evaluations[-1].version == best.version
@@ -166,7 +162,7 @@ def evaluating(**sections: Any) -> Run:
 
 
 def drawn(run: Run) -> list[tuple[str, int]]:
-    return [(one.name, one.index) for one in run.out if isinstance(one, c.DrawTask)]
+    return [(one.name, one.index) for one in of(run.out, c.DrawTask)]
 
 
 @pytest.mark.parametrize(
@@ -443,7 +439,7 @@ def test_episodes_are_counted_by_their_domain() -> None:
     counters = run.state.counters
     assert (counters.eval_scored, counters.eval_dropped) == (4, 1)
     evaluation.advance(run)
-    (record,) = [one for one in run.out if isinstance(one, c.RecordEvaluation)]
+    (record,) = of(run.out, c.RecordEvaluation)
     assert record.episodes == {"a": 2, "b": 2}
     assert record.distinct == {"a": 1, "b": 2}
     assert record.success == {"a": 0.5}

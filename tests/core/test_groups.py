@@ -11,6 +11,7 @@ from rollweave.core.state import Group, GroupStatus, Stage, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.work import Purpose, StopReason
+from tests.support.kinds import of
 from tests.support.states import running
 
 SIZE, BATCH = 2, 3
@@ -79,7 +80,7 @@ def stages(run: Run, group: Group) -> list[Stage]:
 
 
 def evicted(run: Run) -> list[tuple[tuple[str, ...], str]]:
-    return [(one.trajectory_ids, one.reason) for one in run.out if isinstance(one, c.Evict)]
+    return [(one.trajectory_ids, one.reason) for one in of(run.out, c.Evict)]
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,7 @@ def test_domains_are_drawn_by_weight_and_numbered() -> None:
     number = run.state.drawing.next_group
     run.state.drawing.drawn = {}
     groups._draw(run, 3)
-    drawn = [one for one in run.out if isinstance(one, c.DrawTask)]
+    drawn = of(run.out, c.DrawTask)
     assert [(one.name, one.index) for one in drawn] == [("a", 0), ("a", 1), ("b", 0)]
     assert [one.group_id for one in drawn] == [f"g{number + n}" for n in range(3)]
     assert run.state.drawing.drawn == {"a": 2, "b": 1}

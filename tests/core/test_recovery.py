@@ -17,6 +17,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from tests.support.kinds import of
 from tests.support.states import E0, members, running
 
 
@@ -89,7 +90,7 @@ def test_tasks_that_were_being_drawn_are_drawn_again() -> None:
         other.status = GroupStatus.DROPPED
     group.status, run.now = GroupStatus.DRAWING, 9.0
     lose(run)
-    drawn = [one for one in run.out if isinstance(one, c.DrawTask)]
+    drawn = of(run.out, c.DrawTask)
     assert drawn[0] == c.DrawTask(group_id=group.id, name="a", index=0, purpose=Purpose.TRAIN)
     assert group.since == 9.0
 
@@ -196,7 +197,7 @@ def test_a_record_that_no_attempt_will_use_is_evicted(purpose: Purpose) -> None:
     one.past.kept = Kept(attempt=0, initiated=3, version=3)
     continuation.forget(run, one)
     continuation.forget(run, one)
-    evicted = [command for command in run.out if isinstance(command, c.Evict)]
+    evicted = of(run.out, c.Evict)
     assert len(evicted) == (purpose is not Purpose.SERVE)
     assert one.past.kept is None
 
@@ -298,7 +299,7 @@ def test_only_what_the_loss_of_the_trainer_dropped_is_reported() -> None:
     run = running(5)
     run.state.trainer.status, run.state.counters.cancelled = TrainerStatus.STARTING, 9
     training.on_ready(run, e.TrainerReady(epoch=0, step=0))
-    assert not [command for command in run.out if isinstance(command, c.Warn)]
+    assert not of(run.out, c.Warn)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.events import Lender
+from tests.support.kinds import of
 from tests.support.states import E0, E1, members, running
 
 
@@ -65,7 +66,7 @@ def give_back(run: Run, trajectory: Trajectory) -> None:
 
 
 def timer(run: Run) -> float:
-    return [command.at for command in run.out if isinstance(command, c.SetTimer)][-1]
+    return [command.at for command in of(run.out, c.SetTimer)][-1]
 
 
 def test_an_engine_that_gave_turns_back_gets_others_once_it_has_rested(
@@ -79,7 +80,7 @@ def test_an_engine_that_gave_turns_back_gets_others_once_it_has_rested(
     give_back(run, one)
     assert run.state.engines[E1].barred == {"rests": 12.0}
     assert timer(run) == 12.0, "the engine is looked at again then"
-    (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
+    (warning,) = of(run.out, c.Warn)
     assert (warning.component, warning.message) == (E1, "gave turns back: gets no others for 2 s")
     assert run.state.counters.watchdog == {"engine_rests": 1}
     run.state.engines[E0].status = EngineStatus.LOADING

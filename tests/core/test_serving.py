@@ -21,6 +21,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.work import Limits, StopReason, Task
 from tests.support.core import config
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -358,16 +359,8 @@ def test_lengths_of_rollouts_are_predicted_where_a_policy_needs_them(
     world.start()
     world.until_delivered()
     commands = [command for commands in world.commands for command in commands]
-    asked = {
-        (command.trajectory_id, command.attempt)
-        for command in commands
-        if isinstance(command, c.Predict)
-    }
-    harvested = [
-        (command.trajectory_id, command.attempt)
-        for command in commands
-        if isinstance(command, c.Harvest)
-    ]
+    asked = {(command.trajectory_id, command.attempt) for command in of(commands, c.Predict)}
+    harvested = [(command.trajectory_id, command.attempt) for command in of(commands, c.Harvest)]
     fits = sum(isinstance(command, c.FitPredictor) for command in commands)
     if scheduling == "turn":
         assert (asked, harvested, fits) == (set(), [], 0)

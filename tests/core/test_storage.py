@@ -11,6 +11,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.support.core import config, restart_controller, until
+from tests.support.kinds import of
 from tests.support.random_world import World
 
 
@@ -143,9 +144,7 @@ def test_a_late_score_is_evicted_from_the_store() -> None:
                 )
     for _ in range(2):  # while it closes, and when it is forgotten
         world.feed(late_reward)
-        evicted = [
-            command.trajectory_ids for command in world.commands[-1] if isinstance(command, c.Evict)
-        ]
+        evicted = [command.trajectory_ids for command in of(world.commands[-1], c.Evict)]
         assert (late_reward.trajectory_id,) in evicted
         while late_reward.trajectory_id in world.core.state.trajectories:
             world.step()

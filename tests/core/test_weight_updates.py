@@ -8,6 +8,7 @@ from rollweave.core.state import EngineStatus, Evaluation
 from rollweave.core.weight_updates import MAX_LOAD_FAILURES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from tests.support.kinds import of
 from tests.support.states import E0, E1, place_on_hosts, running
 
 
@@ -45,9 +46,7 @@ def failed(run: Run, *, publication_id: int = 20) -> None:
 
 def loads(run: Run) -> list[tuple[int, int, int | None]]:
     return [
-        (one.version, one.publication_id, one.from_checkpoint)
-        for one in run.out
-        if isinstance(one, c.LoadWeights)
+        (one.version, one.publication_id, one.from_checkpoint) for one in of(run.out, c.LoadWeights)
     ]
 
 

@@ -1,7 +1,7 @@
 """A world of relays whose fetches a test completes by hand."""
 
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.relays.state import Fetch, Relay
+from rollweave.core.mechanisms.relays.state import Fetch, Relay, Relays
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -43,7 +43,7 @@ class Driver:
         """Relays and trainer are ready, and the first weights are published. Engines
         are not ready.
         """
-        for relay in list(self.core.state.mechanisms["relays"].relays):
+        for relay in list(self.chain.relays):
             self.send(e.RelayJoined(relay_id=relay, epoch=0))
         self.send(e.TrainerReady(epoch=0, step=0))
         return self
@@ -121,8 +121,12 @@ class Driver:
         self.now += seconds
         return self.send(e.TimerFired())
 
+    @property
+    def chain(self) -> Relays:
+        return self.core.state.mechanisms["relays"]
+
     def relay(self, name: str) -> Relay:
-        return self.core.state.mechanisms["relays"].relays[name]
+        return self.chain.relays[name]
 
     def fetch(self, name: str) -> Fetch:
         fetch = self.relay(name).fetch

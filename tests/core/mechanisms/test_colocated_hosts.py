@@ -19,6 +19,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot
 from tests.support.core import config
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.relay_driver import Driver
 
@@ -72,10 +73,6 @@ class Turns(Driver):
 
     def ranks(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(one.host, one.devices) for one in self.core.state.hosts.ranks]
-
-
-def of(commands: list[c.Command], kind: type) -> list[Any]:
-    return [command for command in commands if isinstance(command, kind)]
 
 
 @given(

@@ -19,6 +19,7 @@ from tests.support.core import (
     run_with_lost_controllers,
     until,
 )
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -55,11 +56,11 @@ def test_runs_with_comparisons_end_and_balance(
     run_with_lost_controllers(world, kills)
     if not failure and not hang and not kills:
         commands = [command for commands in world.commands for command in commands]
-        asked = {one.group_id for one in commands if isinstance(one, c.CompareGroup)}
+        asked = {one.group_id for one in of(commands, c.CompareGroup)}
         judged = {
             one.group_id
-            for one in commands
-            if isinstance(one, c.DrawTask) and one.name == "a" and one.purpose is Purpose.TRAIN
+            for one in of(commands, c.DrawTask)
+            if one.name == "a" and one.purpose is Purpose.TRAIN
         }
         trained = trained_groups(world)
         assert trained & judged, "groups of domain a were trained on"
@@ -117,7 +118,7 @@ def test_a_member_without_a_verdict_leaves_its_group() -> None:
     assert comparing.group.chosen == [n for n in comparing.group.chosen if n in comparing.names[:2]]
     assert comparing.core.state.counters.dropped["reward_unavailable"] == 1
     assert comparing.core.state.trajectories[comparing.names[2]].stage is Stage.ENDED
-    gone = [one for one in commands if isinstance(one, c.Evict)]
+    gone = of(commands, c.Evict)
     assert [(one.trajectory_ids, one.reason) for one in gone] == [
         ((comparing.names[2],), "reward_unavailable")
     ]
@@ -156,7 +157,7 @@ def test_a_comparison_without_an_answer_is_given_up_and_named(starting: bool) ->
     core.state.mechanisms["comparison"].answered = not starting
     late = group.since + 30.0 + GRACE_S + (900.0 if starting else 0.0)
     commands = core.handle(late, e.TimerFired())
-    assert not [one for one in commands if isinstance(one, c.CancelComparison)]
+    assert not of(commands, c.CancelComparison)
     commands = core.handle(late + 0.1, e.TimerFired())
     assert c.CancelComparison(group_id=GroupId(group.id)) in commands
     assert any(
@@ -173,7 +174,7 @@ def test_a_wait_for_the_groups_before_it_is_no_hang() -> None:
     comparing.core.state.mechanisms["comparison"].answered = True
     since = comparing.group.since
     commands = comparing.core.handle(since + 60.0 + GRACE_S, e.TimerFired())
-    assert not [one for one in commands if isinstance(one, c.CancelComparison)]
+    assert not of(commands, c.CancelComparison)
     commands = comparing.core.handle(since + 60.1 + GRACE_S, e.TimerFired())
     assert c.CancelComparison(group_id=comparing.command.group_id) in commands
 
@@ -196,7 +197,7 @@ def test_groups_end_without_comparison_once_their_judge_is_removed(
         world.step()
     assert world.core.account().balanced
     later = [one for commands in world.commands[seen:] for one in commands]
-    assert not [one for one in later if isinstance(one, c.CompareGroup | c.CancelComparison)]
+    assert not of(later, c.CompareGroup | c.CancelComparison)
     if not dynamic:
         assert world.core.state.error == ""
         assert command.group_id in trained_groups(world), "its members were not rolled out in vain"

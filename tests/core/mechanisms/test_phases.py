@@ -27,6 +27,7 @@ from tests.support.core import (
     config,
     run_with_lost_controllers,
 )
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -169,7 +170,7 @@ class Controlled:
 
 def sampled(commands: list[c.Command], engine_id: EngineId = D1) -> c.StartTurn:
     """Return the only command, which begins a turn on that engine."""
-    starts = [command for command in commands if isinstance(command, c.StartTurn)]
+    starts = of(commands, c.StartTurn)
     assert [(one.engine_id, one.prefill) for one in starts] == [(engine_id, False)], commands
     return starts[0]
 
@@ -230,7 +231,7 @@ def test_a_prompt_that_does_not_come_is_computed_by_the_engine_of_the_turn(reaso
         assert kinds(commands)[:1] == ["AbortTurn"]
     start = sampled(commands)
     assert start.dispatch == 1
-    assert [command.message.count("prompt") for command in commands if isinstance(command, c.Warn)]
+    assert [command.message.count("prompt") for command in of(commands, c.Warn)]
     assert run.turn.failures == 0
     assert run.core.state.counters.scheduling.split_failed == 1
     run.answer(start)
@@ -258,9 +259,9 @@ def test_a_lost_prefill_engine_costs_no_attempt() -> None:
     commands = run.feed(e.EngineLost(engine_id=P0, epoch=0, error="killed"))
     assert sampled(commands).dispatch == 1
     assert run.turn.failures == 0
-    restart = next(command for command in commands if isinstance(command, c.RestartEngine))
+    restart = of(commands, c.RestartEngine)[0]
     run.join(P0, restart.epoch)
-    run.answer(sampled([command for command in commands if isinstance(command, c.StartTurn)]))
+    run.answer(sampled(of(commands, c.StartTurn)))
     (start,) = run.request(3 * PROMPT)
     assert isinstance(start, c.StartTurn)
     assert start.prefill, "it is used again"
@@ -278,9 +279,9 @@ def test_the_turn_of_a_lost_engine_goes_elsewhere(moves: bool) -> None:
     run = Controlled()
     migrate = run.moving() if moves else run.prefilling()
     commands = run.feed(e.EngineLost(engine_id=D1, epoch=0, error="killed"))
-    aborted = [command.engine_id for command in commands if isinstance(command, c.AbortTurn)]
+    aborted = [command.engine_id for command in of(commands, c.AbortTurn)]
     assert aborted == ([] if moves else [P0])
-    starts = [command for command in commands if isinstance(command, c.StartTurn)]
+    starts = of(commands, c.StartTurn)
     assert len(starts) == 1
     assert isinstance(run.turn.place, OnEngine)
     assert run.turn.place.engine == D2
@@ -294,7 +295,7 @@ def test_a_cancelled_attempt_leaves_nothing(moves: bool) -> None:
     migrate = run.moving() if moves else run.prefilling()
     name = run.trajectories[0]
     commands = run.feed(e.TurnWithdrawn(**run.key(), turn=0))
-    aborted = [command.engine_id for command in commands if isinstance(command, c.AbortTurn)]
+    aborted = [command.engine_id for command in of(commands, c.AbortTurn)]
     assert aborted == ([] if moves else [P0])
     assert run.core.state.trajectories[name].turn is None
     assert not run.core.state.engines[P0].active

@@ -30,6 +30,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason, Task
 from rollweave.sim.faults import NullObserver
 from rollweave.sim.world import World
+from tests.support.kinds import of
 from tests.support.states import E0, E1, members, running
 
 
@@ -239,7 +240,7 @@ def test_a_suspect_that_timed_out_again_is_to_blame() -> None:
     run.now = 1e6
     watchdog.check_deadlines(run)
     assert older.turn is None
-    (cancelled,) = [one for one in run.out if isinstance(one, c.CancelTrajectory)]
+    (cancelled,) = of(run.out, c.CancelTrajectory)
     assert (cancelled.trajectory_id, cancelled.reason) == (older.id, StopReason.ENGINES_LOST)
     assert cancelled.error == (
         f"turn 0 of {older.id}/0, at task t of a, is given up: engines e1 and e0 were lost while "

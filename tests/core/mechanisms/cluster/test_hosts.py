@@ -11,6 +11,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, RankSlot
 from tests.support.core import MODES, config
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.relay_driver import Driver
@@ -19,13 +20,8 @@ from tests.support.relay_driver import Driver
 def started(commands: list[c.Command]) -> list[tuple[str, int, tuple[int, ...]]]:
     return [
         (command.engine_id, command.host, command.devices)
-        for command in commands
-        if isinstance(command, c.StartEngine)
+        for command in of(commands, c.StartEngine)
     ]
-
-
-def of(commands: list[c.Command], kind: type) -> list[c.Command]:
-    return [command for command in commands if isinstance(command, kind)]
 
 
 def test_engines_of_a_lost_host_start_elsewhere_under_new_names() -> None:
@@ -33,10 +29,9 @@ def test_engines_of_a_lost_host_start_elsewhere_under_new_names() -> None:
     commands = driver.send(e.HostLost(host=1, error="silent"))
     assert started(commands) == [("e3", 0, ())]
     (removed,) = of(commands, c.RemoveRelay)
-    assert isinstance(removed, c.RemoveRelay)
     assert removed.relay_id == "r1"
     assert list(driver.core.state.engines) == ["e0", "e2", "e3"]
-    assert driver.core.state.mechanisms["relays"].order == ["r0", "r2"]
+    assert driver.chain.order == ["r0", "r2"]
 
 
 def test_reports_of_what_was_on_a_lost_host_come_too_late() -> None:
@@ -78,7 +73,7 @@ def fail(driver: Driver, engine: str, times: int) -> list[c.Command]:
 def serve(driver: Driver) -> None:
     """Let all engines load the published weights."""
     driver.engines_up()
-    for relay in list(driver.core.state.mechanisms["relays"].relays):
+    for relay in list(driver.chain.relays):
         for command in driver.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
                 loaded = e.WeightsLoaded(
@@ -144,7 +139,7 @@ def test_a_host_that_joins_gets_a_relay_at_the_end_of_the_chain() -> None:
     (relay,) = of(commands, c.RestartRelay)
     assert relay == c.RestartRelay(relay_id="r2", host=2, epoch=0, reason="its host has joined")
     driver.join("r2")
-    assert driver.core.state.mechanisms["relays"].order == ["r0", "r1", "r2"]
+    assert driver.chain.order == ["r0", "r1", "r2"]
     assert driver.send(e.HostJoined(host=HostSlot(number=2, name="c"))) == []
 
 
@@ -181,7 +176,6 @@ def test_a_restarted_engine_keeps_its_devices() -> None:
     driver = OnGpus(2).up()
     commands = driver.send(e.EngineLost(engine_id=EngineId("e2"), epoch=0, error="killed"))
     (restart,) = of(commands, c.RestartEngine)
-    assert isinstance(restart, c.RestartEngine)
     assert (restart.host, restart.devices) == (1, (1,))
 
 
@@ -222,7 +216,6 @@ def test_the_trainer_takes_the_place_of_an_engine() -> None:
     driver = OnGpus(2).up()
     commands = driver.send(e.HostLost(host=0, error="silent"))
     (restart,) = of(commands, c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert restart.ranks == (RankSlot(host=1, devices=(0,)),)
     removed = [one.engine_id for one in of(commands, c.RemoveEngine)]  # type: ignore[attr-defined]
     assert removed == ["e0", "e1"]
@@ -269,7 +262,6 @@ def test_a_trainer_without_room_waits_for_a_host() -> None:
     assert of(driver.send(e.HostJoined(host=small)), c.RestartTrainer) == []
     large = HostSlot(number=3, name="d", machine="m3", devices=(0, 1))
     (restart,) = of(driver.send(e.HostJoined(host=large)), c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert len({(rank.host, rank.devices) for rank in restart.ranks}) == 3
     epoch = driver.core.state.trainer.epoch
     assert restart.epoch == epoch
@@ -291,7 +283,6 @@ def test_a_trainer_waits_for_a_host_no_longer_than_for_a_step() -> None:
 def test_a_run_that_is_stopped_does_not_wait_for_a_host() -> None:
     driver = without_room()
     (finish,) = of(driver.send(e.StopRequested()), c.Finish)
-    assert isinstance(finish, c.Finish)
     assert finish.error.startswith("no host has room for the trainer, and the run was stopped")
 
 
@@ -310,7 +301,6 @@ def test_a_run_on_the_cpu_takes_no_devices() -> None:
 def test_a_trainer_whose_host_is_lost_restarts_elsewhere() -> None:
     driver = OnGpus(2).up()
     (restart,) = of(driver.send(e.HostLost(host=0, error="silent")), c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [1]
     assert driver.core.state.hosts.ranks == list(restart.ranks)
     assert driver.send(e.TrainerLost(epoch=0, error="gone")) == [], "it is known"
@@ -320,14 +310,12 @@ def test_a_trainer_whose_host_is_given_up_restarts_elsewhere() -> None:
     """No relay could fetch from a host that is no longer used."""
     driver = OnGpus(2, restarts=0).up()
     (restart,) = of(driver.lose("r0"), c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [1]
 
 
 def test_a_trainer_that_fails_on_its_host_stays_there() -> None:
     driver = OnGpus(2).up()
     (restart,) = of(driver.send(e.TrainerLost(epoch=0, error="killed")), c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert restart.ranks == (RankSlot(host=0, devices=(0,)),)
 
 
@@ -348,7 +336,7 @@ def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
     driver = OnGpus(2)
     driver.join("r1")
     driver.join("r0")
-    assert driver.core.state.mechanisms["relays"].order == ["r0", "r1"]
+    assert driver.chain.order == ["r0", "r1"]
     driver.send(e.TrainerReady(epoch=0, step=0))
     driver.publish()
     assert driver.source("r0") is None
@@ -382,10 +370,9 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     driver.wait(1.0)
     assert driver.source("r3") == "r2"
     (restart,) = of(driver.send(e.HostLost(host=0, error="silent")), c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [3]
     driver.wait(1.0)
-    assert driver.core.state.mechanisms["relays"].order == ["r3", "r1", "r2"]
+    assert driver.chain.order == ["r3", "r1", "r2"]
     driver.send(e.TrainerReady(epoch=1, step=0))
     driver.publish()
     assert [driver.source(name) for name in ("r3", "r1", "r2")] == [None, "r3", "r1"]
@@ -519,7 +506,7 @@ def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
     driver = SitesDriver(6)
     for relay in ("r1", "r4", "r3", "r0", "r2", "r5"):
         driver.send(e.RelayJoined(relay_id=relay, epoch=0))
-    assert driver.core.state.mechanisms["relays"].order == ["r2", "r4", "r0", "r1", "r3", "r5"]
+    assert driver.chain.order == ["r2", "r4", "r0", "r1", "r3", "r5"]
 
 
 def test_a_version_crosses_the_link_between_sites_once() -> None:

@@ -16,6 +16,7 @@ from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import StopReason, Task
 from tests.support.core import MODES, config, run_accounted_for
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -129,7 +130,7 @@ class Run:
             self.now += 0.01
             made = self.core.handle(self.now, event)
             self.core.check()
-            self.drawing += [one for one in made if isinstance(one, c.DrawTask)]
+            self.drawing += of(made, c.DrawTask)
             commands += made
         return commands
 
@@ -173,10 +174,6 @@ class Run:
 
     def attempts(self, worker: str) -> list[TrajectoryId]:
         return [*self.core.state.workers[worker].attempts]
-
-
-def of(commands: list[c.Command], kind: type[Any]) -> list[Any]:
-    return [command for command in commands if isinstance(command, kind)]
 
 
 def grown() -> tuple[Run, list[c.StartInit]]:

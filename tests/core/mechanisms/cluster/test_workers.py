@@ -15,6 +15,7 @@ from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import BLAME_OF, Blame, Purpose, StopReason, Task
 from tests.support.core import MODES, config, run_accounted_for
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -78,11 +79,11 @@ class Run:
 
 
 def inits(commands: list[c.Command]) -> list[c.StartInit]:
-    return [command for command in commands if isinstance(command, c.StartInit)]
+    return of(commands, c.StartInit)
 
 
 def restarts(commands: list[c.Command]) -> list[c.RestartWorker]:
-    return [command for command in commands if isinstance(command, c.RestartWorker)]
+    return of(commands, c.RestartWorker)
 
 
 def test_attempts_go_to_the_worker_with_the_fewest() -> None:
@@ -155,7 +156,7 @@ def test_the_open_turn_of_a_lost_worker_is_aborted() -> None:
     run.send(
         e.TurnRequested(trajectory_id=first.trajectory_id, attempt=0, turn=0, context_tokens=5)
     )
-    (abort,) = [one for one in run.lose("w0") if isinstance(one, c.AbortTurn)]
+    (abort,) = of(run.lose("w0"), c.AbortTurn)
     assert abort.trajectory_id == first.trajectory_id
 
 

@@ -8,6 +8,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Queued, Trajectory
 from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema import commands as c
+from tests.support.kinds import of
 from tests.support.states import E0, members, running
 
 SLOTS = 2
@@ -29,7 +30,7 @@ def crowded() -> Run:
 
 
 def reranked(run: Run) -> list[tuple[str, float]]:
-    return [(one.trajectory_id, one.rank) for one in run.out if isinstance(one, c.RerankTurn)]
+    return [(one.trajectory_id, one.rank) for one in of(run.out, c.RerankTurn)]
 
 
 def victim(run: Run) -> Trajectory:

@@ -15,6 +15,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.support.core import ALLOCATION, MODES, SCHEDULINGS, config
 from tests.support.hand import E0, E1, E2, Hand, decoupled_config, misassigned
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.relay_driver import Driver
@@ -100,9 +101,7 @@ def test_the_random_runs_do_have_engines_that_join_and_leave() -> None:
     counters = world.core.state.counters
     assert counters.engines_joined > 3
     assert counters.engines_left > 3
-    turns = {
-        turn.engine_id for out in world.commands for turn in out if isinstance(turn, c.StartTurn)
-    }
+    turns = {turn.engine_id for out in world.commands for turn in of(out, c.StartTurn)}
     assert len(turns) > 2, "none that came was given a turn"
 
 
@@ -141,11 +140,7 @@ def test_an_engine_that_joins_is_on_a_host_that_is_up() -> None:
         "e2": 2,
         "e3": 1,  # in place of that of the host that is given up
     }
-    started = [
-        command
-        for command in driver.send(registered(EngineId("e4")))
-        if isinstance(command, c.StartEngine)
-    ]
+    started = of(driver.send(registered(EngineId("e4"))), c.StartEngine)
     assert [(command.engine_id, command.host) for command in started] == [("e4", 2)]
     (load,) = driver.send(
         e.EngineJoined(engine_id=EngineId("e4"), epoch=0, max_slots=3, kv_total_tokens=9)
@@ -160,10 +155,7 @@ def test_an_engine_of_another_group_has_its_settings() -> None:
     assert [engine.seat.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
     started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
     assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
-    assert not any(
-        isinstance(command, c.StartEngine)
-        for command in core.handle(1.0, registered(EngineId("e5"), group=2))
-    )
+    assert not of(core.handle(1.0, registered(EngineId("e5"), group=2)), c.StartEngine)
 
 
 def test_a_planned_fleet_refuses_joins_and_withdrawals() -> None:

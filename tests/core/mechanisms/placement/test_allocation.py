@@ -10,6 +10,7 @@ from rollweave.core.policy.turn_times import TurnTimes
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Unplaced
 from rollweave.schema import commands as c
+from tests.support.kinds import of
 from tests.support.states import DEGREES, TAIL, fleet
 
 
@@ -38,10 +39,10 @@ def test_engines_of_the_plan_start_when_the_budget_has_room() -> None:
     engines = run.state.engines
     while len(engines) > 1:
         allocation.advance(run)
-        assert not [command for command in run.out if isinstance(command, c.StartEngine)]
+        assert not of(run.out, c.StartEngine)
         del engines[next(one.id for one in engines.values() if one.draining)]
     allocation.advance(run)
-    (started,) = [command for command in run.out if isinstance(command, c.StartEngine)]
+    (started,) = of(run.out, c.StartEngine)
     assert started.degree == 4
     assert run.state.membership.pending_degrees == []
 
@@ -92,7 +93,7 @@ def test_degrees_that_no_engine_measured_are_left_out_with_a_warning() -> None:
     del run.state.mechanisms["costs"].measured[""][4]
     allocation.plan(run)
     assert degrees_of(run) == [1, 2, 2]
-    (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
+    (warning,) = of(run.out, c.Warn)
     assert "no engine of degree 4 fits the budget of 5" in warning.message
 
 
@@ -113,7 +114,7 @@ def later(run: Run) -> list[str]:
     run.out = []
     run.state.trainer.step += 1
     allocation.plan(run)
-    return [command.message for command in run.out if isinstance(command, c.Warn)]
+    return [command.message for command in of(run.out, c.Warn)]
 
 
 def test_a_plan_waits_for_costs_for_a_few_steps_only() -> None:

@@ -22,6 +22,7 @@ from rollweave.core.state import EngineStatus, Trajectory, Turn
 from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId
 from rollweave.schema.events import MigrationDone
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.states import E0, E1, members, running
 
@@ -46,8 +47,7 @@ def uneven(*estimates: int) -> Run:
 def transfers(run: Run) -> list[tuple[str, EngineId, EngineId]]:
     return [
         (command.trajectory_id, command.source, command.target)
-        for command in run.out
-        if isinstance(command, c.Migrate)
+        for command in of(run.out, c.Migrate)
     ]
 
 
@@ -159,7 +159,7 @@ def test_kv_that_did_not_come_stays_where_it_is() -> None:
     counted = run.state.counters.scheduling
     assert (counted.migrations, counted.moved_tokens, counted.migrations_failed) == (0, 0, 1)
     assert run.state.mechanisms["placement"].migrations.token_s == 0.0
-    (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
+    (warning,) = of(run.out, c.Warn)
     assert "lost" in warning.message
 
 

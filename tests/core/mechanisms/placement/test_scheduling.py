@@ -14,6 +14,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.work import Limits, Task
 from tests.support.core import config
+from tests.support.kinds import of
 from tests.support.random_world import World
 
 SHORT = "g0.0"
@@ -79,12 +80,7 @@ class Long(World):
         self.later(e.PredictionReady(**key, remaining_tokens=remaining), 0.001)
 
     def started_turns(self) -> list[c.StartTurn]:
-        return [
-            command
-            for commands in self.commands
-            for command in commands
-            if isinstance(command, c.StartTurn)
-        ]
+        return [command for commands in self.commands for command in of(commands, c.StartTurn)]
 
 
 ONE_SLOT = {
@@ -277,8 +273,8 @@ def test_a_turn_that_outruns_the_estimate_is_reranked_while_it_runs() -> None:
     ranks = [
         command.rank
         for commands in world.commands
-        for command in commands
-        if isinstance(command, c.RerankTurn) and (command.trajectory_id, command.turn) == (SHORT, 1)
+        for command in of(commands, c.RerankTurn)
+        if (command.trajectory_id, command.turn) == (SHORT, 1)
     ]
     assert len(ranks) > 3, "its estimate is doubled again and again"
     assert ranks == sorted(set(ranks)), "it only rises"
@@ -346,7 +342,7 @@ def test_turns_are_requeued_when_their_engine_is_lost() -> None:
     def waited_for() -> list[EngineId | None]:
         state = world.core.state
         places = [state.trajectories[name].open_turn.place for name in state.turns.queue]
-        queued = [place for place in places if isinstance(place, Queued)]
+        queued = of(places, Queued)
         assert len(queued) == len(places)
         return [place.engine for place in queued]
 

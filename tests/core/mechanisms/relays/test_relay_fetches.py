@@ -5,12 +5,17 @@ failed.
 import pytest
 
 from rollweave.core.mechanisms.relays import fetching as relays
-from rollweave.core.mechanisms.relays.state import Fetch, Relay, RelayStatus
+from rollweave.core.mechanisms.relays.state import Fetch, Relay, Relays, RelayStatus
 from rollweave.core.run import Run
 from rollweave.core.state import Evaluation
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from tests.support.kinds import of
 from tests.support.states import E1, place_on_hosts, running
+
+
+def relays_of(run: Run) -> dict[str, Relay]:
+    return run.part(Relays).relays
 
 
 def fetching(
@@ -21,11 +26,11 @@ def fetching(
     state = run.state
     state.publication.id, state.publication.retained = 20, {10: 1, 20: 2}
     place_on_hosts(state, 3)
-    for relay in state.mechanisms["relays"].relays.values():
+    for relay in relays_of(run).values():
         relay.status, relay.versions = RelayStatus.READY, [10]
-    state.mechanisms["relays"].order = list(state.mechanisms["relays"].relays)
-    state.mechanisms["relays"].relays["r0"].versions = [10, 20]
-    relay = state.mechanisms["relays"].relays["r1"]
+    state.mechanisms["relays"].order = list(relays_of(run))
+    relays_of(run)["r0"].versions = [10, 20]
+    relay = relays_of(run)["r1"]
     relay.status, relay.fetches = RelayStatus.FETCHING, 4
     relay.fetch = Fetch(publication_id=20, source=source, base=base)
     run.now, run.out = 9.0, []
@@ -48,7 +53,7 @@ def fails(run: Run, reason: str, *, publication_id: int = 20, number: int = 4) -
 
 def test_a_fetch_that_succeeded_forgets_what_went_wrong() -> None:
     run, relay = fetching()
-    follower = run.state.mechanisms["relays"].relays["r2"]
+    follower = relays_of(run)["r2"]
     follower.status = RelayStatus.FETCHING
     follower.fetch = Fetch(publication_id=20, source="r1", base=None)
     relay.refused_sources, relay.stalled_sources, relay.force_full = ["r2"], ["r2"], True
@@ -59,7 +64,7 @@ def test_a_fetch_that_succeeded_forgets_what_went_wrong() -> None:
     assert (relay.starved_since, relay.failed_source, relay.restarts) == (None, None, 0)
     assert (relay.status, relay.fetch) == (RelayStatus.READY, None)
     assert follower.since == 9.0, "a timeout is now its own fault"
-    assert run.state.mechanisms["relays"].relays["r0"].since == 0.0
+    assert relays_of(run)["r0"].since == 0.0
 
 
 def test_the_seconds_and_bytes_of_a_fetch_are_counted() -> None:
@@ -106,7 +111,7 @@ def test_a_change_that_does_not_fit_is_followed_by_the_whole_version(reason: str
 @pytest.mark.parametrize("fault", ["its own", "suspected", "lacks them"])
 def test_a_source_that_should_have_had_them_is_remembered(fault: str) -> None:
     run, relay = fetching()
-    source = run.state.mechanisms["relays"].relays["r0"]
+    source = relays_of(run)["r0"]
     if fault == "suspected":
         source.suspected_since = 8.0
     elif fault == "lacks them":
@@ -136,29 +141,29 @@ def test_news_of_an_earlier_fetch_is_ignored(late: dict[str, int]) -> None:
 
 def asked(run: Run) -> list[tuple[str, str | None]]:
     """The relays that begin to fetch, each with its source."""
-    return [(one.relay_id, one.source) for one in run.out if isinstance(one, c.FetchWeights)]
+    return [(one.relay_id, one.source) for one in of(run.out, c.FetchWeights)]
 
 
 def test_a_fetch_under_way_is_left_alone() -> None:
     run, relay = fetching()
-    run.state.mechanisms["relays"].relays["r2"].versions = [20]
+    relays_of(run)["r2"].versions = [20]
     before = relay.fetch
     relays.advance(run)
     assert (asked(run), relay.fetch) == ([], before)
-    run.state.mechanisms["relays"].relays["r0"].suspected_since = relay.suspected_since = 8.0
+    relays_of(run)["r0"].suspected_since = relay.suspected_since = 8.0
     relays.advance(run)
     assert (asked(run), relay.fetch) == ([], before), "it cannot act"
 
 
 def test_a_fetch_from_a_suspected_source_continues_from_another_if_one_exists() -> None:
     run, relay = fetching()
-    run.state.mechanisms["relays"].relays["r0"].suspected_since = 8.0
-    run.state.mechanisms["relays"].relays["r2"].versions = [20]
+    relays_of(run)["r0"].suspected_since = 8.0
+    relays_of(run)["r2"].versions = [20]
     relays.advance(run)
     assert asked(run) == [("r1", None)], "it acts as the master"
     run, relay = fetching()
-    run.state.mechanisms["relays"].relays["r0"].suspected_since = 8.0
-    run.state.mechanisms["relays"].relays["r2"].versions = [20]
+    relays_of(run)["r0"].suspected_since = 8.0
+    relays_of(run)["r2"].versions = [20]
     relay.refused_sources = [None, "r2"]
     relays.advance(run)
     assert relay.fetch == Fetch(publication_id=20, source="r0", base=None)
@@ -167,15 +172,15 @@ def test_a_fetch_from_a_suspected_source_continues_from_another_if_one_exists() 
 
 def test_a_relay_whose_source_is_gone_takes_another_or_stops() -> None:
     run, relay = fetching()
-    run.state.mechanisms["relays"].relays["r0"].versions = [10]
-    run.state.mechanisms["relays"].relays["r2"].versions = [20]
-    run.state.mechanisms["relays"].relays["r0"].refused_sources = [None, "r2"]
+    relays_of(run)["r0"].versions = [10]
+    relays_of(run)["r2"].versions = [20]
+    relays_of(run)["r0"].refused_sources = [None, "r2"]
     relays.advance(run)
     assert asked(run) == [("r1", "r2")]
     run, relay = fetching()
-    run.state.mechanisms["relays"].relays["r0"].versions = [10]
-    run.state.mechanisms["relays"].relays["r2"].versions = [20]
-    run.state.mechanisms["relays"].relays["r0"].refused_sources = [None, "r2"]
+    relays_of(run)["r0"].versions = [10]
+    relays_of(run)["r2"].versions = [20]
+    relays_of(run)["r0"].refused_sources = [None, "r2"]
     relay.refused_sources = ["r2"]
     relays.advance(run)
     assert relay.fetch is None
@@ -198,11 +203,11 @@ def test_older_weights_are_fetched_by_the_master_if_no_relay_has_them() -> None:
         run.state.evaluations.current = Evaluation(
             version=1, final=False, to_draw=[], publication_id=10
         )
-        for relay in run.state.mechanisms["relays"].relays.values():
+        for relay in relays_of(run).values():
             relay.versions = [10, 20] if relay.id in holders else [20]
         master, second = (
-            run.state.mechanisms["relays"].relays["r0"],
-            run.state.mechanisms["relays"].relays["r1"],
+            relays_of(run)["r0"],
+            relays_of(run)["r1"],
         )
         assert relays._missing_version(run, master) == expected
         assert relays._missing_version(run, second) is None

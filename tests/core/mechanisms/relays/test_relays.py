@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.relays.state import RelayStatus
-from rollweave.core.policy.relay import repair
 from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -21,6 +20,7 @@ from tests.support.core import (
     config,
     run_with_lost_controllers,
 )
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.relay_driver import Driver
@@ -28,27 +28,15 @@ from tests.support.relay_driver import Driver
 
 def ways(commands: list[c.Command]) -> dict[str, str | None]:
     """Return the relays that are commanded to fetch, with their sources."""
-    return {
-        command.relay_id: command.source
-        for command in commands
-        if isinstance(command, c.FetchWeights)
-    }
+    return {command.relay_id: command.source for command in of(commands, c.FetchWeights)}
 
 
 def bases(commands: list[c.Command]) -> dict[str, int | None]:
-    return {
-        command.relay_id: command.base_id
-        for command in commands
-        if isinstance(command, c.FetchWeights)
-    }
+    return {command.relay_id: command.base_id for command in of(commands, c.FetchWeights)}
 
 
 def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
-    return [
-        (command.engine_id, command.publication_id)
-        for command in commands
-        if isinstance(command, c.LoadWeights)
-    ]
+    return [(command.engine_id, command.publication_id) for command in of(commands, c.LoadWeights)]
 
 
 @pytest.mark.parametrize("relays", [1, 2, 5])
@@ -106,7 +94,7 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
         driver.wait(seconds)
         driver.hold("r1", publication_id)
     assert forms == ["whole", "changes", "whole", "whole"]
-    assert driver.core.state.mechanisms["relays"].broadcast_s == {"whole": 1.0, "changes": 3.0}
+    assert driver.chain.broadcast_s == {"whole": 1.0, "changes": 3.0}
 
 
 @settings(max_examples=examples(60))
@@ -120,12 +108,11 @@ def test_only_the_successor_of_a_lost_relay_gets_another_source(
     for relay in chain[: data.draw(st.integers(0, relays - 1))]:
         driver.hold(relay, 0)
     lost = data.draw(st.sampled_from(chain))
-    successor = repair(chain, lost)
-    waits = (
-        successor.relay is not None and driver.relay(successor.relay).status is RelayStatus.FETCHING
-    )
-    assert ways(driver.lose(lost)) == ({successor.relay: successor.source} if waits else {})
-    assert driver.core.state.mechanisms["relays"].order == list(successor.order)
+    at, left = chain.index(lost), [relay for relay in chain if relay != lost]
+    source = left[at - 1] if at else None
+    waits = left[at:][:1] if driver.relay((*left, lost)[at]).status is RelayStatus.FETCHING else []
+    assert ways(driver.lose(lost)) == dict.fromkeys(waits, source)
+    assert driver.chain.order == left
 
 
 def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
@@ -135,7 +122,7 @@ def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
         driver.hold(relay, 0)
     driver.lose("r0")
     assert ways(driver.join("r0")) == {"r0": "r2"}
-    assert driver.core.state.mechanisms["relays"].order == ["r1", "r2", "r0"]
+    assert driver.chain.order == ["r1", "r2", "r0"]
     assert ways(driver.publish_again()) == {"r1": None, "r2": "r1"}, (
         "r0 is still busy with the weights before"
     )
@@ -158,7 +145,7 @@ def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
     driver.send(e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, publication_id=0))
     driver.publish_again()
     suspended = driver.hold("r0", 1)
-    assert any(isinstance(command, c.SuspendEngine) for command in suspended)
+    assert of(suspended, c.SuspendEngine)
     driver.lose("r0")
     commands = driver.send(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
     assert [type(command) for command in commands if not isinstance(command, c.DrawTask)] == [
@@ -167,7 +154,7 @@ def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
     engine = driver.core.state.engines[EngineId("e0")]
     assert (engine.status, engine.publication_id) == (EngineStatus.SERVING, 0)
     driver.join("r0")
-    assert any(isinstance(command, c.SuspendEngine) for command in driver.hold("r0", 1))
+    assert of(driver.hold("r0", 1), c.SuspendEngine)
 
 
 def test_a_change_that_does_not_fit_is_followed_by_the_whole_version() -> None:
@@ -204,8 +191,8 @@ def test_the_loss_of_the_trainer_is_blamed_on_no_relay() -> None:
     for _ in range(300):
         if driver.relay("r0").fetch is not None:
             driver.refuse("r0", "source")
-        assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(1.0))
-    assert [relay.restarts for relay in driver.core.state.mechanisms["relays"].relays.values()] == [
+        assert not of(driver.wait(1.0), c.RestartRelay)
+    assert [relay.restarts for relay in driver.chain.relays.values()] == [
         0,
         0,
     ]
@@ -219,9 +206,7 @@ def test_a_relay_that_always_refuses_is_restarted() -> None:
     for _ in range(70):
         if driver.relay("r1").fetch is not None:
             driver.refuse("r1", "room")
-        restarted += [
-            command for command in driver.wait(1.0) if isinstance(command, c.RestartRelay)
-        ]
+        restarted += of(driver.wait(1.0), c.RestartRelay)
     assert [command.relay_id for command in restarted] == ["r1"]  # type: ignore[union-attr]
 
 
@@ -230,9 +215,7 @@ def test_of_relays_that_wait_for_each_other_only_the_first_is_late() -> None:
     driver.publish()
     driver.hold("r0", 0)
     commands = driver.wait(61.0)
-    assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
-        "r1"
-    ]
+    assert [command.relay_id for command in of(commands, c.RestartRelay)] == ["r1"]
     assert ways(commands) == {"r2": "r0"}
 
 
@@ -285,24 +268,16 @@ def test_a_relay_that_fails_repeatedly_has_its_machine_evicted() -> None:
     serving(driver, "r0", "r1")
     assert [type(command) for command in driver.lose("r1")] == [c.Warn, c.RestartRelay]
     commands = driver.lose("r1")
-    assert [command.relay_id for command in commands if isinstance(command, c.RemoveRelay)] == [
-        "r1"
+    assert [command.relay_id for command in of(commands, c.RemoveRelay)] == ["r1"]
+    assert [command.engine_id for command in of(commands, c.RemoveEngine)] == ["e1"]
+    assert [(command.engine_id, command.host) for command in of(commands, c.StartEngine)] == [
+        ("e2", 0)
     ]
-    assert [command.engine_id for command in commands if isinstance(command, c.RemoveEngine)] == [
-        "e1"
-    ]
-    assert [
-        (command.engine_id, command.host)
-        for command in commands
-        if isinstance(command, c.StartEngine)
-    ] == [("e2", 0)]
-    assert not any(isinstance(command, c.Finish) for command in commands)
+    assert not of(commands, c.Finish)
     # an error would wait for it
     driver.send(e.CheckpointSaved(epoch=driver.core.state.trainer.epoch, step=0))
     last = [*driver.lose("r0"), *driver.lose("r0")]
-    assert next(command.error for command in last if isinstance(command, c.Finish)).startswith(
-        "no engine is left"
-    )
+    assert of(last, c.Finish)[0].error.startswith("no engine is left")
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -320,10 +295,8 @@ def test_an_engine_that_fails_repeatedly_has_its_machine_evicted_if_others_serve
             e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed")
         )
     ]
-    assert [command.engine_id for command in commands if isinstance(command, c.RemoveEngine)] == [
-        "e0"
-    ]
-    assert [command.relay_id for command in commands if isinstance(command, c.RemoveRelay)] == (
+    assert [command.engine_id for command in of(commands, c.RemoveEngine)] == ["e0"]
+    assert [command.relay_id for command in of(commands, c.RemoveRelay)] == (
         ["r0"] if elsewhere else []
     )
 
@@ -334,16 +307,14 @@ def test_versions_that_engines_have_are_retained() -> None:
     driver.engines_up()
     serving(driver, "r0", "r1")
     commands = driver.publish_again()
-    assert [command.keep for command in commands if isinstance(command, c.FetchWeights)] == [
+    assert [command.keep for command in of(commands, c.FetchWeights)] == [
         (0,),
         (0,),
     ]
     retried = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
-    assert [command.keep for command in retried if isinstance(command, c.PublishWeights)] == [
-        (0, 1)
-    ]
+    assert [command.keep for command in of(retried, c.PublishWeights)] == [(0, 1)]
 
 
 @pytest.mark.timeout(900)
@@ -404,10 +375,7 @@ def test_machines_whose_relays_never_start_are_evicted(seed: int, sick: set[str]
     finish = world.run()
     assert finish.error == ""
     removed = {
-        command.relay_id
-        for commands in world.commands
-        for command in commands
-        if isinstance(command, c.RemoveRelay)
+        command.relay_id for commands in world.commands for command in of(commands, c.RemoveRelay)
     }
     assert removed <= sick  # all of them, unless the run was over before
     assert sorted(world.trained) == [0, 1, 2, 3]
@@ -450,8 +418,8 @@ def test_a_relays_timeout_starts_when_its_source_is_done() -> None:
     driver.publish()
     driver.now += 50.0
     driver.hold("r0", 0)
-    assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(50.0))
-    assert any(isinstance(command, c.RestartRelay) for command in driver.wait(11.0))
+    assert not of(driver.wait(50.0), c.RestartRelay)
+    assert of(driver.wait(11.0), c.RestartRelay)
 
 
 def test_failures_of_a_relay_that_survives_a_version_are_forgiven() -> None:
@@ -473,14 +441,12 @@ def test_a_relays_newest_version_is_the_base_of_changes_even_if_no_engine_has_it
     driver.publish()
     driver.hold("r0", 0)
     driver.hold("r1", 0)
-    commands = [
-        command for command in driver.publish_again() if isinstance(command, c.FetchWeights)
-    ]
+    commands = of(driver.publish_again(), c.FetchWeights)
     assert [command.keep for command in commands] == [(0,), (0,)]
     retried = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
-    published = next(command for command in retried if isinstance(command, c.PublishWeights))
+    published = of(retried, c.PublishWeights)[0]
     assert set(published.keep) >= {0, 1}, (
         "a relay that takes 1 from the trainer, and changes of 0, still need them"
     )
@@ -507,9 +473,7 @@ def test_a_source_that_should_have_the_version_and_fails_is_restarted_too() -> N
     for _ in range(70):
         if driver.relay("r1").fetch is not None:
             driver.refuse("r1", "source")
-        restarted += [
-            command.relay_id for command in driver.wait(1.0) if isinstance(command, c.RestartRelay)
-        ]
+        restarted += [command.relay_id for command in of(driver.wait(1.0), c.RestartRelay)]
     assert sorted(restarted) == ["r0", "r1"]
 
 
@@ -520,7 +484,7 @@ def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_ther
     driver = Driver(4).up()
     driver.publish()
     assert ways(driver.suspect("r1")) == {"r2": "r0"}
-    assert (driver.core.state.mechanisms["relays"].order, driver.source("r1")) == (
+    assert (driver.chain.order, driver.source("r1")) == (
         ["r0", "r1", "r2", "r3"],
         "r0",
     ), "it keeps its place"
@@ -533,12 +497,12 @@ def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     driver.publish()
     assert ways(driver.suspect("r0")) == {"r1": None}
     assert ways(driver.recover("r0")) == {}
-    assert [driver.source(relay) for relay in driver.core.state.mechanisms["relays"].order] == [
+    assert [driver.source(relay) for relay in driver.chain.order] == [
         None,
         None,
         "r1",
     ]
-    for relay in driver.core.state.mechanisms["relays"].order:
+    for relay in driver.chain.order:
         driver.hold(relay, 0)
     assert ways(driver.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (
         "the master is what it was"
@@ -596,11 +560,9 @@ def test_a_relay_that_stays_suspected_is_restarted() -> None:
     driver = Driver(2).up()
     driver.suspect("r1")
     driver.suspect("r1")
-    assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(60.0))
+    assert not of(driver.wait(60.0), c.RestartRelay)
     commands = driver.wait(0.1)
-    assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
-        "r1"
-    ]
+    assert [command.relay_id for command in of(commands, c.RestartRelay)] == ["r1"]
     assert not driver.relay("r1").suspected
     driver.send(e.RelaySuspected(relay_id="r1", epoch=0))
     assert not driver.relay("r1").suspected, "that report was about its former process"
@@ -651,7 +613,7 @@ def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
     """The rule, slowly: a responsive relay that holds these weights, or stands before
     it and is fetching them; the trainer, if all relays before it are silent.
     """
-    chain = driver.core.state.mechanisms["relays"].order
+    chain = driver.chain.order
     ahead = chain[: chain.index(relay)]
     givers: list[str | None] = [
         other
@@ -668,7 +630,7 @@ def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
 
 def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     """Any event that may happen to relays."""
-    name = data.draw(st.sampled_from(sorted(driver.core.state.mechanisms["relays"].relays)))
+    name = data.draw(st.sampled_from(sorted(driver.chain.relays)))
     relay = driver.relay(name)
     if relay.status is RelayStatus.STARTING:
         return driver.join(name)
@@ -710,13 +672,8 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
     driver = Driver(relays, restarts=1000).up()
     driver.publish()
     for _ in range(data.draw(st.integers(1, 30))):
-        before = {
-            name: (relay.fetch, relay.epoch)
-            for name, relay in driver.core.state.mechanisms["relays"].relays.items()
-        }
-        commands = [
-            command for command in step(driver, data) if isinstance(command, c.FetchWeights)
-        ]
+        before = {name: (relay.fetch, relay.epoch) for name, relay in driver.chain.relays.items()}
+        commands = of(step(driver, data), c.FetchWeights)
         state = driver.core.state
         for command in commands:
             assert command.source in may_give(driver, command.relay_id, command.publication_id), (
@@ -732,7 +689,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 assert former.source not in may_give(
                     driver, relay.id, former.publication_id
                 ) or former.source in [*relay.refused_sources, *relay.stalled_sources]
-        for name in state.mechanisms["relays"].order:
+        for name in driver.chain.order:
             relay = driver.relay(name)
             fetch = relay.fetch
             version = fetch.publication_id if fetch is not None else state.publication.id
@@ -749,7 +706,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 and driver.relay(fetch.source).suspected
             ):
                 assert relay.suspected or not better, f"{name} could take from {better}"
-        for name in state.mechanisms["relays"].order:
+        for name in driver.chain.order:
             seen = [name]
             while (
                 (last := driver.relay(seen[-1]).fetch) is not None
@@ -769,20 +726,17 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
     driver.publish()
     for _ in range(data.draw(st.integers(1, 20))):
         step(driver, data)
-    for name in sorted(driver.core.state.mechanisms["relays"].relays):
+    for name in sorted(driver.chain.relays):
         if driver.relay(name).status is RelayStatus.STARTING:
             driver.join(name)
         driver.recover(name)
     state = driver.core.state
     for _ in range(3 * relays):
         driver.wait(1.0)
-        for name in state.mechanisms["relays"].order:
+        for name in driver.chain.order:
             fetch = driver.relay(name).fetch
             if fetch is not None and (
                 fetch.source is None or fetch.publication_id in driver.relay(fetch.source).versions
             ):
                 driver.hold(name, fetch.publication_id)
-    assert all(
-        state.publication.id in driver.relay(name).versions
-        for name in state.mechanisms["relays"].order
-    )
+    assert all(state.publication.id in driver.relay(name).versions for name in driver.chain.order)

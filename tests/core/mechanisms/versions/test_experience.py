@@ -18,6 +18,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose
 from tests.support.core import config, run_with_lost_controllers
 from tests.support.hand import E0, Hand, decoupled_config
+from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -311,7 +312,7 @@ class Judge(World):
     def feed(self, event: e.Event) -> None:
         before = list(self.core.state.buffer)
         super().feed(event)
-        for step in [command for command in self.commands[-1] if isinstance(command, c.TrainStep)]:
+        for step in of(self.commands[-1], c.TrainStep):
             chosen, left = [ref.id for ref in step.groups], list(self.core.state.buffer)
             if not isinstance(event, e.RatiosMeasured):
                 assert left == [], "there was a choice, and it was not by ratio"

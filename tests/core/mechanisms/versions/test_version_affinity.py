@@ -19,6 +19,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.work import Purpose, StopReason
 from tests.support.hand import E0, E1, Hand, decoupled_config, misassigned
+from tests.support.kinds import of
 from tests.support.random_world import World
 
 
@@ -263,12 +264,7 @@ def test_random_worlds_read_only_checkpoints_with_the_required_version() -> None
         )
         world = World(settings, seed, failure=0.06, spread=2.0)
         world.run()
-        loads = [
-            command
-            for out in world.commands
-            for command in out
-            if isinstance(command, c.LoadWeights)
-        ]
+        loads = [command for out in world.commands for command in of(out, c.LoadWeights)]
         read += sum(load.from_checkpoint is not None for load in loads)
     assert read > 3
 

@@ -14,7 +14,7 @@ from rollweave.core.run import EngineMove, Mechanism, Run, TurnMove
 from rollweave.core.state import Engine, Stage, Trajectory, Turn
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import TurnDone
+from rollweave.schema.events import EngineJoined, TurnDone
 
 REMEMBERED = 0.95
 """Weight of the known cost when a new observation is added: about twenty observations
@@ -119,6 +119,10 @@ def _learn_turn(
     learn_turn(run, trajectory, turn, engine, event)
 
 
+def _joined(run: Run, engine: Engine, event: EngineJoined) -> None:
+    rates.joined(run, engine, event.profile)
+
+
 MECHANISM = Mechanism(
     name="costs",
     used=used,
@@ -129,7 +133,7 @@ MECHANISM = Mechanism(
         TurnMove.BEGUN: rates.begun,
         TurnMove.LEFT: rates.left_by_turn,
         TurnMove.DONE: _learn_turn,
-        EngineMove.JOINED: rates.joined,
+        EngineMove.JOINED: _joined,
         EngineMove.REMOVED: rates.left,
     },
 )

@@ -26,7 +26,7 @@ from rollweave.core.policy.turn_times import KEPT, KEPT_OF_DOMAINS, TurnTime, Tu
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.events import EngineJoined, StepTime, TurnDone
+from rollweave.schema.events import StepTime, TurnDone
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,11 +164,10 @@ def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
     return {kind: number for number, kind in enumerate(slowest_first, start=1)}
 
 
-def joined(run: Run, engine: Engine, event: EngineJoined) -> None:
+def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
     """Record the rate of an engine that is ready, and its own measured profile, if it
     has one.
     """
-    profile = event.profile
     costs_of(run, engine).measured = bool(profile)
     if profile:
         _set_rate(run, engine, profile)

@@ -170,17 +170,24 @@ def plan(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -
 
 
 def hold_turn(run: Run, trajectory: Trajectory, turn: Turn) -> None:
-    """Hold the turn that the trajectory now requests if it must wait for a transfer. A
-    transfer that has not begun is dropped.
+    """Hold the turn that the trajectory now requests if it must wait for a transfer."""
+    if holds_turn(run, trajectory):
+        turn.place = Held()
+
+
+def holds_turn(run: Run, trajectory: Trajectory) -> bool:
+    """True if the turn that the trajectory now requests must wait for a transfer.
+
+    A transfer that has not begun is dropped.
     """
     number = migration_of(run, trajectory)
     if number is None:
-        return
+        return False
     migration = run.part(Placement).migrations.open[number]
     if migration.since is not None or migration.vacates:
-        turn.place = Held()
-    else:
-        forget(run, trajectory)
+        return True
+    forget(run, trajectory)
+    return False
 
 
 def forget(run: Run, trajectory: Trajectory) -> None:
@@ -200,23 +207,34 @@ def on_world_lost(run: Run, _event: WorldLost) -> None:
 
 
 def on_done(run: Run, event: MigrationDone) -> None:
-    """End a transfer that the world reports, and queue the turns that have waited for
-    it.
+    """Queue the turns that have waited for the transfer."""
+    dispatching.release(run, complete(run, event))
+
+
+def complete(run: Run, event: MigrationDone) -> list[Trajectory]:
+    """End a transfer that the world reports. Return the trajectories whose turns wait
+    no longer.
     """
     m = run.part(Placement).migrations.open.get(event.number)
-    if m is not None and m.since is not None:
-        dispatching.release(run, _end(run, m, event.moved_tokens, event.error))
+    if m is None or m.since is None:
+        return []
+    return _end(run, m, event.moved_tokens, event.error)
 
 
 def check_late(run: Run) -> None:
-    """Give up transfers that have taken too long, and queue the turns that have waited
-    for them.
+    """Queue the turns that have waited for transfers that have taken too long."""
+    dispatching.release(run, give_up_late(run))
+
+
+def give_up_late(run: Run) -> list[Trajectory]:
+    """Give up transfers that have taken too long. Return the trajectories whose turns
+    wait no longer.
     """
     released = []
     for m in list(run.part(Placement).migrations.open.values()):
         if m.since is not None and run.now - m.since > TRANSFER_S:
             released += _end(run, m, 0, f"no answer within {TRANSFER_S:g} s")
-    dispatching.release(run, released)
+    return released
 
 
 def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
