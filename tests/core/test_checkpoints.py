@@ -208,7 +208,6 @@ def test_the_run_does_not_wait_for_a_trainer_lost_for_good(hopeless: bool) -> No
         timed.step()
     trainer.restarts = timed.config.watchdog.restarts
     timed.feed(e.TrainerLost(epoch=trainer.epoch, error="killed", hopeless=hopeless))
-    assert timed.finish is not None
     assert "killed" in timed.finish.error
 
 

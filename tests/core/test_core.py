@@ -351,7 +351,7 @@ def test_the_controller_may_be_lost_at_any_event(
 def test_each_task_domain_may_have_its_group_size() -> None:
     world = World(config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
     world.run()
-    steps = [command for commands in world.commands for command in of(commands, c.TrainStep)]
+    steps = world.sent(c.TrainStep)
     sizes = {(group.name, len(group.trajectory_ids)) for step in steps for group in step.groups}
     assert sizes == {("a", 5), ("b", 2)}
 
@@ -369,10 +369,8 @@ def test_a_nonfinite_loss_ends_the_run_and_names_the_batch() -> None:
     world = World(config(), seed=5)
     world.start()
     step = until(world, c.TrainStep)
-    assert isinstance(step, c.TrainStep)
     world.heap = [item for item in world.heap if not isinstance(item[2], e.StepTrained)]
     world.feed(e.TrainFailed(epoch=0, step=step.step, error="loss is nan", nonfinite=True))
-    assert world.finish is not None
     assert all(group.id in world.finish.error for group in step.groups)
     assert "last good checkpoint" in world.finish.error
     assert world.core.account().in_flight == 0
@@ -386,7 +384,6 @@ def test_the_last_engine_lost_for_good_ends_the_run() -> None:
         world.feed(e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed"))
         assert world.finish is None
     world.feed(e.EngineLost(engine_id=EngineId("e0"), epoch=2, error="killed again"))
-    assert world.finish is not None
     assert "no engine is left" in world.finish.error
 
 
@@ -394,7 +391,6 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
     world = World(config(), seed=7)
     world.start()
     turn = until(world, c.StartTurn)
-    assert isinstance(turn, c.StartTurn)
     while world.core.state.engines[turn.engine_id].active == {}:
         world.step()
     lost = dict(world.core.state.engines[turn.engine_id].active)
@@ -414,7 +410,6 @@ def test_a_silent_engine_is_restarted_and_counted() -> None:
     world.silent_engines = {"e0"}
     world.start()
     restart = until(world, c.RestartEngine)
-    assert isinstance(restart, c.RestartEngine)
     assert "turns in a row" in restart.reason
     assert world.core.state.counters.watchdog["engine_restarted"] == 1
 
@@ -435,7 +430,6 @@ def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
     world.stuck_trainer = True
     world.start()
     restart = until(world, c.RestartTrainer)
-    assert isinstance(restart, c.RestartTrainer)
     assert restart.step == 0
     assert world.core.state.trainer.status is TrainerStatus.STARTING
 
@@ -465,7 +459,6 @@ def test_the_run_ends_at_once_if_no_checkpoint_can_be_read() -> None:
     world.start()
     until(world, c.TrainStep)
     world.feed(e.TrainerLost(epoch=0, error="checkpoint of step 0 is torn", hopeless=True))
-    assert world.finish is not None
     assert "checkpoint of step 0 is torn" in world.finish.error
     assert world.core.account().balanced
     assert world.core.account().in_flight == 0
@@ -477,7 +470,6 @@ def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
     while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
         pass
     evaluation = world.core.state.evaluations.current
-    assert evaluation is not None
     assert evaluation.version == 2  # that of version 0 has ended
     world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=2, error="disk full"))
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
@@ -518,13 +510,11 @@ def test_a_turn_that_a_program_reads_is_resumed_wherever_it_continues(streamed: 
     world = World(config(), seed=5)
     world.start()
     run = until(world, c.StartRun)
-    assert isinstance(run, c.StartRun)
 
     def starts() -> list[c.StartTurn]:
         return [
             command
-            for commands in world.commands
-            for command in of(commands, c.StartTurn)
+            for command in world.sent(c.StartTurn)
             if command.trajectory_id == run.trajectory_id
         ]
 
@@ -542,7 +532,6 @@ def test_the_core_tracks_the_progress_of_open_turns() -> None:
     world = World(config(), seed=7)
     world.start()
     start = until(world, c.StartTurn)
-    assert isinstance(start, c.StartTurn)
 
     def sampled(**changes: Any) -> int:
         named = {
@@ -559,7 +548,6 @@ def test_the_core_tracks_the_progress_of_open_turns() -> None:
         )
         assert world.commands[-1] == []
         turn = world.core.state.trajectories[start.trajectory_id].turn
-        assert turn is not None
         return turn.output_tokens
 
     for stale in ({"attempt": 1}, {"turn": 1}, {"dispatch": 1}):
@@ -622,9 +610,7 @@ def test_expired_work_is_cancelled_at_once() -> None:
     world.run()
     dropped = world.core.account().dropped
     assert dropped.get("stale", 0) > 0
-    cancels = [
-        command for commands in world.commands for command in of(commands, c.CancelTrajectory)
-    ]
+    cancels = world.sent(c.CancelTrajectory)
     assert any(command.reason == "stale" for command in cancels)
 
 
@@ -634,9 +620,7 @@ def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
     world = World(plain.model_copy(update={"rollout": spare}), seed=17)
     world.run()
     assert world.core.account().dropped.get("stale", 0) > 0
-    cancels = [
-        command for commands in world.commands for command in of(commands, c.CancelTrajectory)
-    ]
+    cancels = world.sent(c.CancelTrajectory)
     assert not any(command.reason == "stale" for command in cancels)
     assert max(world.core.state.counters.staleness) <= 1
 
@@ -660,7 +644,6 @@ def test_evaluations_continue_after_the_loss_of_the_controller(mode: str) -> Non
             done = sum(map(len, current.rewards.values()))
             restart_controller(world)
             suspended = world.core.state.evaluations.suspended
-            assert suspended is not None
             assert sum(map(len, suspended.rewards.values())) == done
             lost += 1
     assert lost >= 2
@@ -775,7 +758,6 @@ def test_rewards_that_are_always_equal_are_reported() -> None:
     world.random.choice = lambda options: options[0]  # type: ignore[method-assign,assignment]
     world.start()
     warning = until(world, c.Warn)
-    assert isinstance(warning, c.Warn)
     assert "equal rewards" in warning.message
 
 
@@ -794,7 +776,6 @@ def test_an_attempt_whose_reward_fails_counts_once_under_its_last_reason() -> No
 
     world = Unrewarded(config(steps=2, rollout={"retries": 1}), seed=3)
     world.run()
-    assert world.finish is not None
     assert "reward_error: bad reward" in world.finish.error
     counters = world.core.state.counters
     assert counters.stop_reasons.get("reward_error")

@@ -77,7 +77,6 @@ def test_saving_waits_for_the_checkpoint_and_evaluates() -> None:
     ending.advance(run)
     assert run.state.phase is Phase.EVALUATING
     planned = run.state.evaluations.current
-    assert planned is not None
     assert (planned.final, planned.version) == (True, 4)
     ending.advance(run)
     assert run.state.evaluations.current is planned
@@ -164,7 +163,6 @@ def test_the_last_version_is_evaluated_before_training_is_over() -> None:
     ending.advance(run)
     assert run.state.phase is Phase.RUNNING
     planned = run.state.evaluations.current
-    assert planned is not None
     assert (planned.final, planned.version) == (False, 4)
     ending.advance(run)
     assert run.state.phase is Phase.RUNNING

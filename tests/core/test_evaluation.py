@@ -68,7 +68,7 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
         ),
     )
     assert world.core.state.evaluations.best_step == best.version
-    marked = [command.step for commands in world.commands for command in of(commands, c.MarkBest)]
+    marked = [command.step for command in world.sent(c.MarkBest)]
     assert marked[-1] == best.version
     assert world.evaluations[-1].final
     assert world.evaluations[-1].version == best.version
@@ -83,9 +83,7 @@ def test_without_periodic_evaluations_the_last_weights_are_the_result_and_there_
         (3, True)
     ]
     assert world.core.state.evaluations.best_step is None
-    assert not any(
-        isinstance(command, c.MarkBest) for commands in world.commands for command in commands
-    )
+    assert not world.sent(c.MarkBest)
 
 
 def test_a_version_not_evaluated_in_every_domain_is_not_the_best() -> None:
@@ -188,7 +186,6 @@ def test_an_evaluation_draws_held_out_tasks_of_every_domain() -> None:
     run.state.checkpoints.newest = 4
     evaluation.begin(run, version=4, final=False)
     planned = run.state.evaluations.current
-    assert planned is not None
     assert (planned.version, planned.publication_id, planned.checkpointed) == (4, 7, True)
     evaluation.begin(run, version=5, final=True)
     assert run.state.evaluations.current is planned, "the one under way continues"
@@ -205,7 +202,6 @@ def test_a_final_evaluation_draws_tasks_that_no_periodic_one_has_seen() -> None:
     evaluation.advance(run)
     first = FINAL_TASKS_FROM
     assert drawn(run) == [(name, first + n) for n in range(3) for name in ("a", "b")]
-    assert run.state.evaluations.current is not None
     assert not run.state.evaluations.current.checkpointed
 
 
@@ -307,7 +303,6 @@ def test_a_suspended_evaluation_continues_if_its_version_comes_again(
     evaluation.begin(run, version=4, final=final)
     evaluation.advance(run)
     before = run.state.evaluations.current
-    assert before is not None
     before.rewards["a"] = [1.0]
     evaluation.suspend(run)
     assert not before.started
@@ -331,7 +326,6 @@ def test_an_evaluation_continues_the_suspended_one_of_its_weights(
     run.state.publication.id, run.out = 9, []
     evaluation.begin(run, version=version, final=final)
     current = run.state.evaluations.current
-    assert current is not None
     assert (current is before, current.publication_id) == (same, 9)
     assert run.state.evaluations.suspended is None
     for engine in run.state.engines.values():
@@ -357,7 +351,6 @@ def test_a_suspended_evaluation_of_other_episodes_starts_over(change: str) -> No
     evaluation.suspend(run)
     evaluation.begin(run, version=4, final=False)
     current = run.state.evaluations.current
-    assert current is not None
     assert (current is before, len(current.tasks)) == (False, 6)
     assert current.to_draw == current.tasks
 
@@ -399,7 +392,6 @@ def test_an_evaluation_ends_when_its_checkpoint_is_written(saving: str) -> None:
     trainer.step = 4
     evaluation.begin(run, version=4, final=False)
     current = run.state.evaluations.current
-    assert current is not None
     current.to_draw.clear()
     trainer.save_pending, trainer.saving = saving == "owed", 4 if saving != "owed" else None
     evaluation.advance(run)
@@ -431,7 +423,6 @@ def test_episodes_are_counted_by_their_domain() -> None:
         )
         evaluation.member_scored(run, group, scored)
     evaluation.abandon_episode(run, groups[5], "its task was not drawn")
-    assert run.state.evaluations.current is not None
     assert run.state.evaluations.current.last_failure == "its task was not drawn"
     run.state.last_failure = "env_error: no map"
     evaluation.member_ended(run, groups[4], scored, StopReason.ENV_ERROR)

@@ -55,7 +55,6 @@ def test_the_same_failure_twice_is_not_retried(
     world = Broken(reason, words)
     world.run()
     assert set(world.attempts.values()) == {attempts}
-    assert world.finish is not None
     assert world.finish.error == ""
     said = f"{reason}: {words}" if words else str(reason)
     assert world.core.state.last_failure == said or "{number}" in words
@@ -82,7 +81,6 @@ class Refusing(World):
 def test_a_run_whose_turns_all_fail_ends_with_the_failure_of_a_turn() -> None:
     world = Refusing("tokens must be in [0, 10), got 1 to 12")
     world.run()
-    assert world.finish is not None
     assert world.finish.error.endswith(
         "last failure: engine_failure: tokens must be in [0, 10), got 1 to 12"
     )
@@ -135,7 +133,6 @@ class BrokenFromTheStart(World):
 def test_a_run_whose_code_never_worked_ends_at_once_with_its_error() -> None:
     world = BrokenFromTheStart(lambda group, number: "reward raised NameError: x (reward.py:3)")
     world.run()
-    assert world.finish is not None
     assert " has been scored, and those at " in world.finish.error
     assert "failed in the same way: reward_error: reward raised NameError: x (reward.py:3)" in (
         world.finish.error
@@ -163,7 +160,6 @@ def test_a_run_whose_code_never_worked_ends_at_once_with_its_error() -> None:
 def test_errors_that_name_their_task_are_the_same_failure(words: str) -> None:
     world = BrokenFromTheStart(lambda group, number: words.format(group=group, number=number))
     world.run()
-    assert world.finish is not None
     assert "failed in the same way: reward_error: " in world.finish.error
     assert world.failed < 96
 
@@ -181,7 +177,6 @@ def test_code_that_has_worked_or_fails_in_many_ways_gets_its_two_batches(
 ) -> None:
     world = BrokenFromTheStart(error, works=works, groups=8)
     world.run()
-    assert world.finish is not None
     assert "groups in a row failed" in world.finish.error
 
 
@@ -298,7 +293,6 @@ def test_failures_that_come_sooner_than_successes_do_not_end_the_run() -> None:
     """A task has failed in every group before any environment has started."""
     world = Flaky()
     world.run()
-    assert world.finish is not None
     assert world.finish.error == ""
     assert len(world.failed) >= MIN_BROKEN_TASKS
 
@@ -307,7 +301,6 @@ def test_one_bad_task_of_many_does_not_end_the_run() -> None:
     """All its members fail before any other attempt is scored."""
     world = Broken(StopReason.ENV_ERROR, "reset raised KeyError: 'map'")
     world.run()
-    assert world.finish is not None
     assert world.finish.error == ""
 
 

@@ -29,7 +29,6 @@ def saving(world: World, step: int) -> None:
     """
     while True:
         command = until(world, c.SaveCheckpoint)
-        assert isinstance(command, c.SaveCheckpoint)
         if command.step == step:
             break
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.CheckpointSaved)]
@@ -50,7 +49,6 @@ def test_a_version_without_a_checkpoint_is_not_the_best(killed: bool) -> None:
     world = evaluating()
     saving(world, 2)
     evaluation = world.core.state.evaluations.current
-    assert evaluation is not None
     while not evaluation.started or evaluation.pending or evaluation.to_draw:
         world.step()
     if killed:

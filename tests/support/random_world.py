@@ -6,7 +6,10 @@ used twice, late answers.
 """
 
 import heapq
+import itertools
 import random
+import types
+from typing import Any
 
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.membership.members import first_engines, next_id
@@ -21,6 +24,7 @@ from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from tests.support.kinds import of
 from tests.support.properties import checked_every
 from tests.support.turn_records import TurnRecords
 
@@ -130,6 +134,10 @@ class World:
             )
             for name, degree in self.engine_degrees.items()
         )
+
+    def sent(self, kind: type[c.Command] | types.UnionType) -> list[Any]:
+        """Return all commands of this kind so far."""
+        return of(itertools.chain(*self.commands), kind)
 
     def start(self) -> None:
         self.feed(

@@ -180,7 +180,6 @@ def test_an_attempt_continues_exactly_if_its_turns_are_recorded() -> None:
     )
     again = {one.trajectory_id: one for one in inits(commands) + run.joined("w0", 1)}
     continued = again[first[0].trajectory_id].continues
-    assert continued is not None
     assert continued.attempt == 0
     assert again[first[1].trajectory_id].continues is None
     assert run.core.state.counters.continued == 1

@@ -101,7 +101,7 @@ def test_the_random_runs_do_have_engines_that_join_and_leave() -> None:
     counters = world.core.state.counters
     assert counters.engines_joined > 3
     assert counters.engines_left > 3
-    turns = {turn.engine_id for out in world.commands for turn in of(out, c.StartTurn)}
+    turns = {turn.engine_id for turn in world.sent(c.StartTurn)}
     assert len(turns) > 2, "none that came was given a turn"
 
 

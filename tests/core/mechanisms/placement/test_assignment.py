@@ -40,7 +40,6 @@ def test_kv_does_not_hold_back_a_trajectory_that_is(exempt: str) -> None:
         case "unpredicted":
             work_of(run, last).predicted_at_turn = -1
         case "overdue":
-            assert last.turn is not None
             last.turn.rank = overdue_rank(last.turn.arrival)
         case "slow tools":
             run.state.mechanisms["lengths"].domains["a"].tool_s = 2.1

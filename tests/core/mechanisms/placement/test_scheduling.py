@@ -272,8 +272,7 @@ def test_a_turn_that_outruns_the_estimate_is_reranked_while_it_runs() -> None:
     assert world.run().error == ""
     ranks = [
         command.rank
-        for commands in world.commands
-        for command in of(commands, c.RerankTurn)
+        for command in world.sent(c.RerankTurn)
         if (command.trajectory_id, command.turn) == (SHORT, 1)
     ]
     assert len(ranks) > 3, "its estimate is doubled again and again"

@@ -374,9 +374,7 @@ def test_machines_whose_relays_never_start_are_evicted(seed: int, sick: set[str]
     world.dying_relays = sick
     finish = world.run()
     assert finish.error == ""
-    removed = {
-        command.relay_id for commands in world.commands for command in of(commands, c.RemoveRelay)
-    }
+    removed = {command.relay_id for command in world.sent(c.RemoveRelay)}
     assert removed <= sick  # all of them, unless the run was over before
     assert sorted(world.trained) == [0, 1, 2, 3]
 

@@ -80,15 +80,16 @@ def test_a_ratio_counts_under_the_weights_of_its_measurement() -> None:
 
 def test_a_batch_is_chosen_by_the_strategy_or_by_arrival() -> None:
     run = buffered((0, 1.0), (1, 1.0), (2, 1.0))
-    assert pacing.choose_batch(run, 2) == ["b2", "b1"]
-    assert pacing.choose_batch(run, 4) == []
+    assert run.pacing.choose_batch(run, 2) == ["b2", "b1"]
+    assert run.pacing.choose_batch(run, 4) == []
     run = buffered((0, 1.0), (1, 1.0), (2, 1.0), sample="fifo")
-    assert pacing.choose_batch(run, 2) == ["b0", "b1"]
+    assert run.pacing.choose_batch(run, 2) == ["b0", "b1"]
 
 
 def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
     def waited_for(*groups: tuple[int, float | None], wanted: int, sample: str = "ratio") -> list:
-        return pacing.unmeasured(buffered(*groups, sample=sample), wanted)  # type: ignore[arg-type]
+        run = buffered(*groups, sample=sample)  # type: ignore[arg-type]
+        return run.pacing.unmeasured(run, wanted)
 
     known, unknown = (0, 1.0), (0, None)
     assert waited_for(known, unknown, unknown, wanted=2) == ["b1", "b2"]
@@ -99,13 +100,13 @@ def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
 
 def test_groups_beyond_the_limit_have_no_place() -> None:
     run = buffered((0, 1.0), (1, 1.0))
-    assert pacing.surplus(run) == []
+    assert run.pacing.surplus(run) == []
     most = run.config.buffer.groups + run.config.rollout.max_running
     run = buffered(*[(number, 1.0) for number in range(most)])
-    assert pacing.surplus(run) == []
+    assert run.pacing.surplus(run) == []
     run = buffered(*[(most - number, 1.0) for number in range(most + 2)])
     run.state.trainer.step = most
-    assert pacing.surplus(run) == [f"b{most + 1}", f"b{most}"], "the stalest go first"
+    assert run.pacing.surplus(run) == [f"b{most + 1}", f"b{most}"], "the stalest go first"
 
 
 def test_a_draw_follows_from_its_key_and_is_uniform() -> None:

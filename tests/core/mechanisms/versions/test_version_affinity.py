@@ -19,7 +19,6 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.work import Purpose, StopReason
 from tests.support.hand import E0, E1, Hand, decoupled_config, misassigned
-from tests.support.kinds import of
 from tests.support.random_world import World
 
 
@@ -264,7 +263,7 @@ def test_random_worlds_read_only_checkpoints_with_the_required_version() -> None
         )
         world = World(settings, seed, failure=0.06, spread=2.0)
         world.run()
-        loads = [command for out in world.commands for command in of(out, c.LoadWeights)]
+        loads = world.sent(c.LoadWeights)
         read += sum(load.from_checkpoint is not None for load in loads)
     assert read > 3
 
@@ -286,7 +285,6 @@ def test_a_lost_version_means_a_new_attempt() -> None:
 def test_an_evaluation_waits_for_a_free_engine_while_training_continues() -> None:
     hand = Hand(decoupled_config(eval={"every": 2, "episodes": 3}))
     state = hand.core.state
-    assert state.evaluations.current is not None
     assert state.evaluations.current.started
     finish_evaluation(hand)
     assert [(evaluation.version, evaluation.episodes) for evaluation in hand.evaluations] == [
@@ -294,7 +292,6 @@ def test_an_evaluation_waits_for_a_free_engine_while_training_continues() -> Non
     ]
     busy = [hand.on(E0)[0], hand.on(E1)[0]]
     hand.train_without(busy, version=2)
-    assert state.evaluations.current is not None
     assert (state.evaluations.current.version, state.evaluations.current.started) == (2, False), (
         "no engine is free"
     )
@@ -358,7 +355,6 @@ def test_a_users_function_that_fails_ends_the_run_with_its_name() -> None:
     )
     for _ in range(2):
         hand.end(hand.on(E0)[0])
-    assert hand.finish is not None
     assert hand.finish.error == "buffer function mine:broken failed: KeyError: 'oops'"
 
 
@@ -371,7 +367,6 @@ def test_a_users_function_cannot_exit_the_program() -> None:
     )
     for _ in range(2):
         hand.end(hand.on(E0)[0])
-    assert hand.finish is not None
     assert hand.finish.error == "buffer function mine:leaves failed: SystemExit: 7"
 
 
@@ -384,7 +379,6 @@ def test_a_users_function_that_names_groups_endlessly_is_stopped() -> None:
     )
     for _ in range(2):
         hand.end(hand.on(E0)[0])
-    assert hand.finish is not None
     assert "a strategy must name each group once" in hand.finish.error
 
 

@@ -25,50 +25,11 @@ FUNCTION_MARK = ":"
 """Part of every name of a user's function, `package.module:function`."""
 
 
-def choose_batch(run: Run, wanted: int) -> list[GroupId]:
-    """The groups of the next (mini-)batch: `wanted` groups, or none."""
-    state, name = run.state, run.config.buffer.sample
-    if name == "fifo":
-        return list(state.buffer)[:wanted]
-    trainer = state.trainer
-    moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
-    draws = [_draw(f"{moment}/{number}") for number in range(wanted)]
-    return _by(
-        run,
-        name,
-        lambda rule: sample(
-            _views(run), wanted, strategy=rule, version=run.next_version(), draws=draws
-        ),
-    )
-
-
-def unmeasured(run: Run, wanted: int) -> list[GroupId]:
-    """The groups whose ratios the next (mini-)batch waits for, if there is a choice and
-    too few groups are measured to make it. A group that arrives while other groups are
-    measured is left for the next step, so that a step is held up only once.
-    """
-    state = run.state
-    if run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
-        return []
-    left = [group_id for group_id in state.buffer if ratio(run, state.groups[group_id]) is None]
-    return left if len(state.buffer) - len(left) < wanted else []
-
-
 def ratio(run: Run, group: Group) -> float | None:
     """The ratio measured under the trainer's current weights; None if it was not
     measured.
     """
     return group.ratio if group.ratio_publication_id == run.state.publication.id else None
-
-
-def surplus(run: Run) -> list[GroupId]:
-    """The buffered groups beyond the limit of the buffer, which have no place."""
-    if not run.state.buffer:
-        return []
-    most = binding.buffer_limit(run)
-    if len(run.state.buffer) <= most:
-        return []
-    return evict(_views(run), version=run.next_version(), max_groups=most)
 
 
 def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:
@@ -207,10 +168,38 @@ class IndependentPacing(Pacing):
         return binding.reassign(run)
 
     def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
-        return choose_batch(run, wanted)
+        """The groups of the next (mini-)batch: `wanted` groups, or none."""
+        state, name = run.state, run.config.buffer.sample
+        if name == "fifo":
+            return list(state.buffer)[:wanted]
+        trainer = state.trainer
+        moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
+        draws = [_draw(f"{moment}/{number}") for number in range(wanted)]
+        return _by(
+            run,
+            name,
+            lambda rule: sample(
+                _views(run), wanted, strategy=rule, version=run.next_version(), draws=draws
+            ),
+        )
 
     def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
-        return unmeasured(run, wanted)
+        """The groups whose ratios the next (mini-)batch waits for, if there is a choice
+        and too few groups are measured to make it. A group that arrives while other
+        groups are measured is left for the next step, so that a step is held up only
+        once.
+        """
+        state = run.state
+        if run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
+            return []
+        left = [group_id for group_id in state.buffer if ratio(run, state.groups[group_id]) is None]
+        return left if len(state.buffer) - len(left) < wanted else []
 
     def surplus(self, run: Run) -> list[GroupId]:
-        return surplus(run)
+        """The buffered groups beyond the limit of the buffer, which have no place."""
+        if not run.state.buffer:
+            return []
+        most = binding.buffer_limit(run)
+        if len(run.state.buffer) <= most:
+            return []
+        return evict(_views(run), version=run.next_version(), max_groups=most)
