@@ -445,8 +445,7 @@ def test_after_a_damaged_checkpoint_the_one_before_it_is_used() -> None:
     assert world.warnings[-1].message.startswith("back at checkpoint 2")
     assert (world.core.state.checkpoints.newest, world.core.state.trainer.step) == (2, 2)
     world.damaged_checkpoint = False
-    while world.finish is None:
-        world.step()
+    world.run_on()
     account = world.core.account()
     assert account.balanced
     assert account.trained == 6 * 3 * 2
@@ -473,9 +472,7 @@ def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
     assert evaluation.version == 2  # that of version 0 has ended
     world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=2, error="disk full"))
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
-    while world.finish is None:
-        assert world.handled < 20_000
-        world.step()
+    world.run_on()
     assert [evaluation.version for evaluation in world.evaluations if not evaluation.final] == [
         0,
         2,
@@ -656,13 +653,11 @@ def test_a_user_may_stop_a_run_and_continue_it() -> None:
     world.start()
     until(world, c.TrainStep)
     world.feed(e.StopRequested())
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.core.account().in_flight == 0
     assert not world.evaluations
     restart_controller(world)
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.core.state.trainer.step == 6
     assert world.evaluations[-1].final
 

@@ -68,8 +68,7 @@ def test_a_save_that_succeeds_on_retry_is_no_failure() -> None:
     world.start()
     saving(world, 2)
     fail_save(world, 2)
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.core.state.checkpoints.newest == 2
     assert world.finish.error == ""
 
@@ -92,8 +91,7 @@ def test_trajectories_that_the_store_lost_are_not_trained_on_again() -> None:
         e.WorldLost(engines=engines, missing=(lost,)) if isinstance(event, e.WorldLost) else event
     )
     restart_controller(world)
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.finish.error == ""
     account = world.core.account()
     assert account.dropped["world_lost"] == len(group.chosen)
@@ -115,8 +113,7 @@ def test_a_duplicate_answer_of_the_trainer_does_not_answer_a_later_command(
     before = world.core.state.trainer.status
     world.feed(first[0])
     assert world.core.state.trainer.status is before
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.finish.error == ""
 
 

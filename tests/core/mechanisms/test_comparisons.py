@@ -191,8 +191,7 @@ def test_groups_end_without_comparison_once_their_judge_is_removed(
     restart_controller(world)
     group = world.core.state.groups.get(command.group_id)
     assert group is None or group.status is not GroupStatus.COMPARING
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.core.account().balanced
     later = [one for commands in world.commands[seen:] for one in commands]
     assert not of(later, c.CompareGroup | c.CancelComparison)

@@ -56,9 +56,7 @@ def test_turns_run_in_the_pool_of_their_domain_and_a_replay_decides_the_same(
             world.step()
     if world.finish is None:
         world.lose_controller()
-    while world.finish is None:
-        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
-        world.step()
+    world.run_on()
     assert world.core.account().balanced
     assert failure or not world.finish.error
     replayed = Core(run_config)
@@ -74,8 +72,7 @@ def test_domains_whose_pool_has_engines_use_no_others(placement: str) -> None:
     while any(engine.version < 0 for engine in world.core.state.engines.values()):
         world.step()
     world.elsewhere = 0
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.elsewhere == 0
 
 

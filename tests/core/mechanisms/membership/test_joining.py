@@ -83,9 +83,7 @@ def test_any_run_whose_engines_join_and_leave_ends_accounted_for(
         restart(world)
         state = world.core.state
         assert len(state.engines) == (len(first_engines(world.config)) - len(removed) + joined or 2)
-    while world.finish is None:
-        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
-        world.step()
+    world.run_on()
     assert world.finish.error == "" or failure
     account = world.core.account()
     assert account.balanced
@@ -192,8 +190,7 @@ def test_an_engine_may_join_for_the_final_evaluation() -> None:
     while world.core.state.phase is not Phase.EVALUATING:
         world.step()
     world.feed(registered(E2))
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.finish.error == ""
     assert any(
         isinstance(command, c.LoadWeights) and command.engine_id == E2

@@ -350,7 +350,6 @@ def test_turns_are_requeued_when_their_engine_is_lost() -> None:
     world.feed(e.EngineLost(engine_id=EngineId(lost), epoch=0, error="killed"))
     assert waited_for()
     assert lost not in waited_for()
-    while world.finish is None:
-        world.step()
+    world.run_on()
     assert world.finish.error == ""
     assert world.core.account().trained == 12

@@ -2,12 +2,10 @@
 what engines may load.
 """
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.core import Core
 from rollweave.core.mechanisms.relays.state import RelayStatus
 from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
@@ -395,22 +393,6 @@ def test_the_controller_may_be_lost_with_its_relays(
     run_with_lost_controllers(world, kills)
 
 
-@settings(max_examples=examples(20))
-@given(seed=st.integers(0, 10_000), cut=st.floats(0, 1))
-def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) -> None:
-    run_config = config("bounded", engines={"count": 3}, weights={"relays": 2})
-    world = World(run_config, seed, failure=0.03)
-    world.run()
-    replayed, middle = Core(run_config), int(cut * len(world.journal))
-    for place, ((now, event), commands) in enumerate(
-        zip(world.journal, world.commands, strict=True)
-    ):
-        if place == middle:
-            replayed = Core.restore(replayed.snapshot(), run_config)
-        assert replayed.handle(now, event) == commands, f"event {place}: {event}"
-    assert replayed.snapshot() == world.core.snapshot()
-
-
 def test_a_relays_timeout_starts_when_its_source_is_done() -> None:
     driver = Driver(2).up()
     driver.publish()
@@ -594,17 +576,6 @@ def test_a_relay_returns_to_a_stalled_source_if_there_is_no_other() -> None:
     driver.publish()
     assert ways(driver.stall("r2")) == {"r2": "r0"}
     assert ways(driver.lose("r0")) == {"r1": None, "r2": "r1"}
-
-
-def test_a_snapshot_without_suspicion_fields_can_be_read() -> None:
-    driver = Driver(2).up()
-    old = msgspec.msgpack.decode(driver.core.snapshot())
-    for relay in old["mechanisms"]["relays"]["relays"].values():
-        del relay["suspected_since"], relay["stalled_sources"]
-    assert (
-        Core.restore(msgspec.msgpack.encode(old), driver.config).snapshot()
-        == driver.core.snapshot()
-    )
 
 
 def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
