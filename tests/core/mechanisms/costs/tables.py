@@ -7,10 +7,14 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from benchmarks.placement.whole_lists import by_length
 from rollweave.core.mechanisms.costs.interference import CostTable
+from rollweave.core.mechanisms.costs.placement import Allocation, Placement
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 """Few values, so that many are equal."""
+
+FLOATS = st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40)
 
 
 @st.composite
@@ -50,3 +54,32 @@ def best_of_all(lengths: Sequence[float], workers: Sequence[int], cost: CostTabl
             groups[worker].append(length)
         least = min(least, seconds(groups, workers, cost))
     return least
+
+
+def check_placement(
+    placement: Placement, lengths: Sequence[float], workers: Sequence[int], cost: CostTable
+) -> None:
+    """The spans are a partition of the sorted list, and have the stated cost."""
+    assert len(placement.spans) == len(workers)
+    positions = sorted(position for start, end in placement.spans for position in range(start, end))
+    assert positions == list(range(len(lengths)))
+    ordered = [lengths[index] for index in by_length(lengths)]
+    assert placement.makespan_s == seconds(
+        [ordered[start:end] for start, end in placement.spans], workers, cost
+    )
+
+
+def check_allocation(
+    allocation: Allocation, lengths: Sequence[float], gpus: int, cost: CostTable
+) -> None:
+    """All GPUs are used, the spans follow each other in the workers' order, and cost
+    what is said.
+    """
+    assert sum(allocation.degrees) == gpus
+    spans = allocation.placement.spans
+    assert len(spans) == len(allocation.degrees)
+    assert [start for start, _ in spans] + [len(lengths)] == [0] + [end for _, end in spans]
+    ordered = [lengths[index] for index in by_length(lengths)]
+    assert allocation.makespan_s == seconds(
+        [ordered[start:end] for start, end in spans], allocation.degrees, cost
+    )

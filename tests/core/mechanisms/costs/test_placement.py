@@ -23,19 +23,8 @@ from rollweave.core.mechanisms.costs.placement import (
     in_order,
 )
 from rollweave_papers.heddle_placement import place_dp
-from tests.core.mechanisms.costs.tables import LENGTHS, best_of_all, seconds, tables
+from tests.core.mechanisms.costs.tables import FLOATS, LENGTHS, best_of_all, check_placement, tables
 from tests.support.properties import examples
-
-
-def check(placement: Placement, lengths: list[float], workers: list[int], cost: CostTable) -> None:
-    """The spans are a partition of the sorted list, and have the stated cost."""
-    assert len(placement.spans) == len(workers)
-    positions = sorted(position for start, end in placement.spans for position in range(start, end))
-    assert positions == list(range(len(lengths)))
-    ordered = [lengths[index] for index in by_length(lengths)]
-    assert placement.makespan_s == seconds(
-        [ordered[start:end] for start, end in placement.spans], workers, cost
-    )
 
 
 @settings(max_examples=examples(150))
@@ -45,10 +34,7 @@ def test_no_partition_is_faster(lengths: list[float], workers: list[int], cost: 
     placement = place(lengths, workers, cost)
     assert placement.exact
     assert placement.makespan_s == best_of_all(lengths, workers, cost)
-    check(placement, lengths, workers, cost)
-
-
-FLOATS = st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40)
+    check_placement(placement, lengths, workers, cost)
 
 
 @settings(max_examples=examples(150))
@@ -61,24 +47,8 @@ def test_equal_workers_get_the_optimum_of_the_papers_program(
     assert placement.makespan_s == slow.makespan_s
     assert placement.exact
     assert slow.exact
-    check(placement, lengths, workers, cost)
-    check(slow, lengths, workers, cost)
-
-
-@settings(max_examples=examples(100))
-@given(FLOATS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=10), tables(largest=40))
-def test_the_papers_program_takes_workers_in_descending_degree(
-    lengths: list[float], workers: list[int], cost: CostTable
-) -> None:
-    workers = workers[: len(lengths)]
-    slow = place_dp(lengths, workers, cost)
-    assert (
-        slow.makespan_s
-        == Problem(ByTable(lengths, cost)).least(in_order(sorted(workers, reverse=True))).makespan_s
-    )
-    assert place(lengths, workers, cost).makespan_s <= slow.makespan_s
-    assert slow.exact is (len(set(workers)) == 1)
-    check(slow, lengths, workers, cost)
+    check_placement(placement, lengths, workers, cost)
+    check_placement(slow, lengths, workers, cost)
 
 
 @settings(max_examples=examples(100))
@@ -124,7 +94,7 @@ def test_the_least_makespan_is_exact_to_the_bit(
     workers = [2] * min(count, len(lengths))
     placement = place(lengths, workers, cost)
     assert placement.makespan_s == place_dp(lengths, workers, cost).makespan_s
-    check(placement, lengths, workers, cost)
+    check_placement(placement, lengths, workers, cost)
     problem = Problem(ByTable(lengths, cost))
     known = problem.least(in_order(workers))
     assert problem.least(in_order(workers), known=known) == known
@@ -191,7 +161,7 @@ def test_beyond_the_limits_a_placement_is_not_marked_exact() -> None:
     assert EXACT_STATES < (80 + 1) ** 2
     placement = place(lengths, many, cost)
     assert not placement.exact
-    check(placement, lengths, many, cost)
+    check_placement(placement, lengths, many, cost)
     assert placement.makespan_s <= place_dp(lengths, many, cost).makespan_s
     just = [1] * 63 + [2] * 63
     assert EXACT_STATES == (63 + 1) ** 2
@@ -201,40 +171,7 @@ def test_beyond_the_limits_a_placement_is_not_marked_exact() -> None:
     placement = place(lengths, kinds, cost)
     assert not placement.exact
     assert placement.makespan_s == place_dp(lengths, kinds, cost).makespan_s
-    check(placement, lengths, kinds, cost)
-
-
-@settings(max_examples=examples(150))
-@given(
-    FLOATS,
-    st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6),
-    tables(degrees=(1, 2), largest=40),
-    st.floats(0.0, 1.0),
-    st.integers(1, 9),
-)
-def test_aggregating_loses_at_most_the_stated_loss(
-    lengths: list[float], workers: list[int], cost: CostTable, share: float, chunk: int
-) -> None:
-    workers = workers[: len(lengths)]
-    exact = place_dp(lengths, workers, cost)
-    below = sorted(lengths)[int(share * (len(lengths) - 1))]
-    placement = place_dp(lengths, workers, cost, below=below, chunk=chunk)
-    check(placement, lengths, workers, cost)
-    assert (
-        exact.makespan_s
-        <= placement.makespan_s
-        <= exact.makespan_s * (1 + placement.loss) * (1 + 1e-9)
-    )
-    if chunk == 1:
-        assert placement == exact
-
-
-def test_aggregating_states_its_loss() -> None:
-    cost = CostTable({1: [1.0, 2.0, 3.0, 4.0]})
-    placement = place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost, below=6.0, chunk=3)
-    assert (placement.makespan_s, placement.exact) == (15.0, False)
-    assert 0.5 <= placement.loss <= 2.0
-    assert place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost).makespan_s == 10.0
+    check_placement(placement, lengths, kinds, cost)
 
 
 FLAT = CostTable({1: [1.0, 1.0, 1.0]})
@@ -261,13 +198,11 @@ def test_what_cannot_be_placed_is_refused(
         placing(lengths, workers, cost)  # type: ignore[operator]
 
 
-def test_products_must_be_finite_and_chunks_positive() -> None:
+def test_products_must_be_finite() -> None:
     with pytest.raises(ValueError, match="finite products"):
         place([1e300, 1e-300], [1, 1], CostTable({1: [1e10, 1e10]}))
     with pytest.raises(ValueError, match="finite products"):
         place([1e300, 1e-300], [1, 2], CostTable({1: [1.0, 1.0], 2: [1e10, 1e10]}))
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        place_dp([1.0], [1], FLAT, chunk=0)
 
 
 def test_the_widest_range_of_lengths_is_searched_to_its_end() -> None:
