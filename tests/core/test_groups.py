@@ -361,11 +361,12 @@ def test_a_covered_group_is_forgotten_when_its_last_member_has_stopped() -> None
     assert not any(name in run.state.trajectories for name in group.members)
 
 
-def test_domains_are_drawn_by_weight_and_numbered() -> None:
+def test_domains_are_drawn_by_weight_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     run = rolling_out()
+    monkeypatch.setattr(type(run.pacing), "room", lambda *_: 3)
     number = run.state.drawing.next_group
     run.state.drawing.drawn = {}
-    groups._draw(run, 3)
+    groups.launch(run)
     drawn = of(run.out, c.DrawTask)
     assert [(one.name, one.index) for one in drawn] == [("a", 0), ("a", 1), ("b", 0)]
     assert [one.group_id for one in drawn] == [f"g{number + n}" for n in range(3)]
