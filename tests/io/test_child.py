@@ -19,7 +19,7 @@ import pytest
 from rollweave.io.child import Child, spawn
 from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import FrameDecoder
-from tests.support.echo_engine import process_state
+from tests.support.processes import process_state
 
 ROOT = Path(__file__).parents[2]
 

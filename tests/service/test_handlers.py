@@ -18,9 +18,9 @@ from rollweave.sandbox.processes import family, process
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
 from tests.service.api import call, get, submit, wait_until
-from tests.support.echo_engine import process_state
 from tests.support.fake_runs import make_config, run, run_dir
 from tests.support.journals import checked_journal
+from tests.support.processes import process_state
 from tests.support.rollout_service import Program, service_config, serving
 from tests.support.sandboxes import needs
 from tests.support.services import ZYGOTE, nothing_left

@@ -1,7 +1,6 @@
 """A headless Chromium, driven over its debugging protocol."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -82,12 +81,12 @@ class Page:
     async def open(self, address: str) -> None:
         await self.call("Page.navigate", url=address)
 
-    async def until(self, condition: str, *, seconds: float = 60.0) -> None:
+    async def until(self, condition: str) -> None:
         """Wait until an expression is true on the page."""
         looked = (
             "new Promise((done) => { const look = () => { let met = false; try { met = "
             f"Boolean({condition}) }} catch {{ }} if (met) done(true); else setTimeout(look, 20); }};"
-            f" look(); setTimeout(() => done(false), {seconds * 1000}); }})"
+            f" look(); setTimeout(() => done(false), 60000); }})"
         )
         while True:
             try:
@@ -112,17 +111,9 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **keys)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **keys)
 
-    async def screenshot(self, *, dark: bool = False, whole: bool = False) -> bytes:
-        """Return what the page shows, or all of it, as a PNG."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await self.call("Emulation.setEmulatedMedia", features=[scheme])
-        await asyncio.sleep(0.6)  # for transitions
-        answer = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        return base64.b64decode(answer["data"])
-
 
 @contextlib.asynccontextmanager
-async def browsing(*, width: int = 1280, height: int = 900) -> AsyncIterator[Page]:
+async def browsing() -> AsyncIterator[Page]:
     """Start a browser with one page, and end it with the context."""
     path = browser_path()
     assert path is not None, "there is no Chromium"
@@ -131,7 +122,7 @@ async def browsing(*, width: int = 1280, height: int = 900) -> AsyncIterator[Pag
             path,
             *OPTIONS,
             f"--user-data-dir={profile}",
-            f"--window-size={width},{height}",
+            "--window-size=1280,900",
             "about:blank",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,

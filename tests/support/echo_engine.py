@@ -59,6 +59,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
+from tests.support.processes import process_state
 
 HOLD, REFUSE, CRASH, DEAF, PROGRESS = 99, 98, 97, 96, 95
 PROGRESS_TOKENS = 3
@@ -272,17 +273,6 @@ def sign_in(model: str) -> None:
         _, began = process_state(os.getpid())
         with (Path(model) / "pids").open("a") as file:
             file.write(f"{os.getpid()} {began}\n")
-
-
-def process_state(pid: int) -> tuple[str, int]:
-    """Return the state and the start in ticks of the kernel; "gone" if there is no such
-    process.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone", -1
-    return fields[0], int(fields[19])
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import TurnDone
 from rollweave.schema.hosts import Programs
-from tests.support.echo_engine import process_state
 from tests.support.forking import Forked
 from tests.support.pipelines import TEMPLATE
+from tests.support.processes import process_state
 
 FAKES = Programs(
     engine="tests.support.echo_engine",

@@ -11,6 +11,14 @@ def alive(pid: int) -> bool:
     return fields is not None and fields[0] != "Z"
 
 
+def process_state(pid: int) -> tuple[str, int]:
+    """Return the state and the start in ticks of the kernel; "gone" if there is no such
+    process.
+    """
+    fields = _fields(pid)
+    return ("gone", -1) if fields is None else (fields[0], int(fields[19]))
+
+
 def parent(pid: int) -> int:
     """Return the id of the parent of a process; 0 for one that is gone."""
     fields = _fields(pid)

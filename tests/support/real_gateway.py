@@ -52,14 +52,14 @@ def load(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def teach(directory: Path, sequences: Sequence[TokenSequence], *, steps: int = 400) -> float:
+def teach(directory: Path, sequences: Sequence[TokenSequence]) -> float:
     """Train on the sequences' outputs until each is memorized; return the last loss."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = load(directory).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     loss = torch.tensor(float("inf"))
-    for _ in range(steps):
+    for _ in range(400):
         losses = []
         for sequence in sequences:
             ids = torch.tensor([sequence.tokens])

@@ -13,11 +13,9 @@ class Driver:
 
     device = "cpu"
 
-    def __init__(
-        self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
-    ) -> None:
+    def __init__(self, relays: int, *, restarts: int = 3, delta: bool = True) -> None:
         run_config = config(
-            mode,
+            "partial",
             engines={"count": relays},
             weights={"relays": relays},
             ablation={"without": [] if delta else ["deltas"]},

@@ -138,6 +138,6 @@ TOOL = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-def refusing(chat: ChatRequest, of: ChatCodec = CODEC) -> ChatRequest:
+def refusing(chat: ChatRequest) -> ChatRequest:
     """Return what a session makes of a request that refuses what it cannot read."""
-    return readable(chat, of, unreadable="refuse")[0]
+    return readable(chat, CODEC, unreadable="refuse")[0]

@@ -44,16 +44,14 @@ ECHO = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
 
 
 @contextlib.asynccontextmanager
-async def elsewhere(
-    spec: EngineSpec = ECHO, loop: Any = EchoLoop
-) -> AsyncIterator[tuple[EngineClient, str]]:
+async def elsewhere() -> AsyncIterator[tuple[EngineClient, str]]:
     """Serve an engine over HTTP, as `rollweave engine` does; yield its client and its
     address.
     """
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     engine = EngineClient(
-        "echo", in_thread(spec, loop, model_ready=present), start_s=20.0, reply_s=20.0
+        "echo", in_thread(ECHO, EchoLoop, model_ready=present), start_s=20.0, reply_s=20.0
     )
     server = EngineServer(engine, model="echo")
     app = server.application()

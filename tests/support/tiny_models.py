@@ -184,7 +184,6 @@ def drive(
     *,
     at: Mapping[int, Sequence[EngineCommand | Callable[[], EngineCommand]]] | None = None,
     on: Mapping[type[EngineReply], Sequence[EngineCommand]] | None = None,
-    check: bool = True,
     clock: "Seconds | None" = None,
 ) -> Outcome:
     """Run an engine on this thread until every request is answered. `at[n]` are further
@@ -213,7 +212,7 @@ def drive(
                 outcome.results.setdefault(result.id, result)
             case Sampled(stats=stats):
                 outcome.stats.append(stats)
-                if check and ticks:
+                if ticks:
                     loop.core.planner.check()
                     assert loop.core.live.keys() == loop.core.planner.live.keys()
                 if len(outcome.answers) == expected and not later and not replies:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,6 +30,8 @@ from rollweave.train import scratch
 from rollweave.train.packing import Example
 
 torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[2]
 
 T = TypeVar("T")
 
@@ -131,14 +134,13 @@ def make_trajectory(
     *,
     group: str = "g",
     engine: str = "e0",
-    version: int = 0,
 ) -> Trajectory:
     return Trajectory(
         id=TrajectoryId(name),
         group_id=GroupId(group),
         task=Task(id=TaskId("t"), env="none", seed=0),
         attempt=0,
-        initiated_version=version,
+        initiated_version=0,
         sequences=sequences,
         reward=reward,
         stop_reason=StopReason.FINISHED,
@@ -195,17 +197,15 @@ def make_batch(
     return Batch(step=step, version=version, part=part, parts=parts, groups=trajectories)
 
 
-def make_examples(
-    count: int, *, seed: int = 0, longest: int = 40, vocabulary: int = VOCABULARY
-) -> list[Example]:
+def make_examples(count: int, *, seed: int = 0) -> list[Example]:
     rng = random.Random(seed)
     examples = []
     for _ in range(count):
-        length = rng.randint(2, longest)
+        length = rng.randint(2, 40)
         targets = sorted(rng.sample(range(1, length), rng.randint(1, length - 1)))
         examples.append(
             Example(
-                tokens=torch.tensor([rng.randrange(4, vocabulary) for _ in range(length)]),
+                tokens=torch.tensor([rng.randrange(4, VOCABULARY) for _ in range(length)]),
                 targets=torch.tensor(targets),
             )
         )
@@ -223,3 +223,16 @@ def peak_bytes(work: Callable[[], T]) -> tuple[int, T]:
     changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes.sort(key=lambda change: change.start_ns())
     return max(itertools.accumulate(change.nbytes() for change in changes)), result
+
+
+def poisoned(batch: Batch, value: float) -> Batch:
+    """Return the batch with one log-prob of its last group replaced."""
+    group = batch.groups[-1]
+    trajectory = group.trajectories[0]
+    sequence = trajectory.sequences[0]
+    place = next(i for i, sampled in enumerate(sequence.output_mask()) if sampled)
+    logprobs = (*sequence.logprobs[:place], value, *sequence.logprobs[place + 1 :])
+    sequence = msgspec.structs.replace(sequence, logprobs=logprobs)
+    trajectory = msgspec.structs.replace(trajectory, sequences=(sequence,), reward=5.0)
+    group = msgspec.structs.replace(group, trajectories=(trajectory, *group.trajectories[1:]))
+    return msgspec.structs.replace(batch, groups=(*batch.groups[:-1], group))

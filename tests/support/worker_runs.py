@@ -8,8 +8,8 @@ from typing import Any
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason, Trajectory
-from tests.support.echo_engine import process_state
 from tests.support.fake_runs import make_config, run_dir
+from tests.support.processes import process_state
 
 LIMIT_S = 60.0
 

@@ -14,7 +14,7 @@ import torch
 
 from rollweave.train.distributed import ALONE, RankGroup, join_ranks, join_store, open_store
 from tests.support.forking import Forked
-from tests.support.training import ROOT
+from tests.support.trainers import ROOT
 
 WAIT_S = 200.0
 

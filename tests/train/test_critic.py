@@ -42,8 +42,8 @@ from tests.support.trainers import (
     make_examples,
     make_model,
     make_trajectory,
+    poisoned,
 )
-from tests.support.training import poisoned
 from tests.support.variants import mostly_extended, mostly_slow
 from tests.train.asking import changed, published, refused, restore_from, same, save_to, trained
 from tests.train.compare import assert_all_close

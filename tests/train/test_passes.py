@@ -30,8 +30,14 @@ from rollweave.train.packing import Example, pack
 from rollweave.train.passes import Passes, warmup_example
 from rollweave.train.trainer import Trainer
 from tests.support.properties import examples
-from tests.support.trainers import CPU, make_batch, make_config, make_sequence, make_trajectory
-from tests.support.training import poisoned
+from tests.support.trainers import (
+    CPU,
+    make_batch,
+    make_config,
+    make_sequence,
+    make_trajectory,
+    poisoned,
+)
 from tests.train.asking import changed, published, refused, same, trained
 
 TEMPERATURE = 0.7

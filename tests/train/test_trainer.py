@@ -29,8 +29,7 @@ from rollweave.schema.training import (
 from rollweave.schema.work import Batch, StopReason
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
-from tests.support.trainers import make_batch, make_config
-from tests.support.training import poisoned
+from tests.support.trainers import make_batch, make_config, poisoned
 from tests.support.variants import mostly_extended
 from tests.train.asking import changed, published, refused, restore_from, same, save_to, trained
 

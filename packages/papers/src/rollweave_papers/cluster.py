@@ -190,9 +190,7 @@ class Pace(Struct, frozen=True, kw_only=True):
     outcome: Any
 
 
-def pace(
-    setup: Setup, *, steps: int, seed: int = 0, vary: Callable[[Workload], Workload] | None = None
-) -> Pace:
+def pace(setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None) -> Pace:
     """Return the mean over `steps` steps.
 
     Excluded are the first, which has no predecessor, and those at the end, which
@@ -206,21 +204,19 @@ def pace(
         if setup.mode in ("bounded", "partial")
         else 1
     )
-    outcome = steps_of(setup, steps=steps + 1 + ahead, seed=seed, vary=vary)
+    outcome = steps_of(setup, steps=steps + 1 + ahead, vary=vary)
     seconds = sum(outcome.step_s[:steps])
     tokens = sum(line["batch_tokens"] for line in outcome.steps[1 : steps + 1])
     return Pace(step_s=seconds / steps, tokens_per_s=tokens / seconds, outcome=outcome)
 
 
-def rollout_s(
-    setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None
-) -> float:
+def rollout_s(setup: Setup, *, steps: int) -> float:
     """Return the mean seconds from an empty cluster to a complete batch, over `steps`
     batches.
 
     Raises ExperimentError.
     """
-    return statistics.fmean(rollouts(setup, steps=steps, vary=vary))
+    return statistics.fmean(rollouts(setup, steps=steps))
 
 
 def rollouts(

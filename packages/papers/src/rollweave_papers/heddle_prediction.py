@@ -75,15 +75,15 @@ class Quality(Struct, frozen=True, kw_only=True):
     pearson: float
 
 
-def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[str, Quality]:
-    """Return the quality of `history`, `prompt`, and of `regressor` by turns: `after
-    0`, `after 1`, `after 2`.
+def quality(task: str, batches: Batches) -> dict[str, Quality]:
+    """Return the quality of `history`, `prompt`, and of the regressor `ridge` by turns:
+    `after 0`, `after 1`, `after 2`.
     """
     check_installed()
     ways: dict[str, tuple[str, Callable[[Trajectory], Sequence[LengthContext]]]] = {
         "history": ("history", lambda one: [one.recalled]),
         "prompt": ("prompt", lambda one: one.contexts[:1]),
-        "after": (regressor, lambda one: one.contexts),
+        "after": ("ridge", lambda one: one.contexts),
     }
     measured: dict[str, list[tuple[float, float]]] = {}
     drawn = [

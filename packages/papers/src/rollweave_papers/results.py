@@ -77,6 +77,9 @@ ROW_WIDTH = 58
 """Columns for a row's name before its figures; longer names push them to the right."""
 
 
+TEXT_WIDTH = 120
+"""Columns of a table as text."""
+
 PAGE_WIDTH = 88
 """Maximum columns of prose in a page."""
 
@@ -88,7 +91,7 @@ def heading(experiment: Experiment) -> str:
     return f"{experiment.name}: {experiment.title} ({experiment.source})"
 
 
-def as_text(experiment: Experiment, rows: Sequence[Row], *, width: int = 120) -> str:
+def as_text(experiment: Experiment, rows: Sequence[Row]) -> str:
     """Return one experiment as text: a line per row, its note beneath."""
     lines = [heading(experiment)]
     lines.append(f"  {'':{ROW_WIDTH}} {'published':>14} {'ours':>12} {'ratio':>7}")
@@ -97,7 +100,7 @@ def as_text(experiment: Experiment, rows: Sequence[Row], *, width: int = 120) ->
         lines.append(
             f"  {name:{ROW_WIDTH}} {_published(row):>14} {_ours(row):>12} {_ratio(row):>7}".rstrip()
         )
-        lines += [f"      {part}" for part in textwrap.wrap(row.note, width - 6)]
+        lines += [f"      {part}" for part in textwrap.wrap(row.note, TEXT_WIDTH - 6)]
     return "\n".join(lines)
 
 

@@ -416,7 +416,7 @@ class PhasesSeconds(Struct, frozen=True, kw_only=True):
     collocated: float
 
 
-def phases_s(size: str, nodes: str, *, steps: int, batch: int = 128) -> PhasesSeconds:
+def phases_s(size: str, nodes: str, *, steps: int) -> PhasesSeconds:
     """Simulate rollouts of SWE with prompts on the H800 alone, and with both parts of
     turns on all GPUs. Raises ExperimentError.
     """
@@ -427,7 +427,7 @@ def phases_s(size: str, nodes: str, *, steps: int, batch: int = 128) -> PhasesSe
         context=CONTEXT,
         rollout_gpus=8 * (prefill + decode),
         trainer_gpus=32,
-        batch=batch,
+        batch=128,
         kinds={"h800": 8 * prefill, "h20": 8 * decode},
         tp=tp,
     )
