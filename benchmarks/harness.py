@@ -5,16 +5,18 @@ import ctypes
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from benchmarks.contract import Figure
+from benchmarks.contract import Figure, Result
 from rollweave.io.boot import PR_SET_PDEATHSIG
 from rollweave.io.locked_folders import temporary_folder
 
@@ -60,6 +62,23 @@ def ratio(above: Figure, below: Figure) -> float | None:
     return round(above / below, 4)
 
 
+def add_ratio(
+    name: str, above: str, below: str, figures: dict[str, Figure], conditions: dict[str, Any]
+) -> None:
+    """Add the ratio of two figures, or the reason for which one of them is missing."""
+    figures[name] = ratio(figures[above], figures[below])
+    if figures[name] is None:
+        conditions[name] = conditions.get(above) or conditions[below]
+
+
+def load_average() -> str:
+    """Return the condition of a machine that other processes may use."""
+    return (
+        f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this "
+        "bench's included"
+    )
+
+
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     """Return the median of the ratios of equal rounds; None without rounds."""
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
@@ -102,6 +121,19 @@ def free_port() -> int:
     """Return a port of the loopback interface that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def kept_if_broken(bench: str, measure: Callable[[Path], Result], progress: Progress) -> Result:
+    """Measure with a directory for runs, which is removed unless that fails or a
+    promise is broken. Raises what `measure` raises.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"rollweave-{bench}-"))
+    result = measure(directory)
+    if result.broken:
+        progress(f"broken: {', '.join(result.broken)}; {directory} has the runs")
+    else:
+        shutil.rmtree(directory)
+    return result
 
 
 def program(module: str, *arguments: str, limit_s: float) -> Any:

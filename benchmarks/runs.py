@@ -108,6 +108,14 @@ def example(name: str) -> Path:
     )
 
 
+def endless(name: str, settings: Sequence[str]) -> RunConfig:
+    """Return the configuration of an example that does not end on success. Raises
+    ConfigError.
+    """
+    config = load(example(name), settings)
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
+
+
 def measure(config: Path, overrides: Sequence[str]) -> MeasuredRun:
     """Train as configured, and delete the run's directory.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import QUICK, Progress, ratio, slow_lake
+from benchmarks.harness import QUICK, Progress, add_ratio, slow_lake
 from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved, shares, to_target
 from rollweave.record.rundir import RunDir
 
@@ -137,10 +137,7 @@ def bench_variants(name: str, *, seeds: int | None, quick: bool, progress: Progr
             figures[f"published_bytes_{variant}"] = statistics.median(published[variant])
     for over in ("bounded_1", "decoupled") if name == "modes" else ():
         sync, other = (f"wall_s_{mode}" for mode in ("sync", over))
-        figure = f"{over.removesuffix('_1')}_over_sync"
-        figures[figure] = ratio(figures[other], figures[sync])
-        if figures[figure] is None:
-            conditions[figure] = conditions.get(sync) or conditions[other]
+        add_ratio(f"{over.removesuffix('_1')}_over_sync", other, sync, figures, conditions)
     return Result(bench=name, figures=figures, conditions=conditions)
 
 

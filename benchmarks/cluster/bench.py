@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.hosts import MEGABITS, measure_on
+from benchmarks.cluster.hosts import MEGABITS
 from benchmarks.cluster.plan import (
     ENGINES,
     FIGURES,
@@ -35,44 +35,37 @@ from benchmarks.cluster.plan import (
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress
+from benchmarks.harness import Progress, kept_if_broken
 from benchmarks.runs import conditions_of
 from rollweave.schema.config.root import RunConfig
 
 
 def bench_cluster(*, quick: bool, progress: Progress) -> Result:
-    """Return the figures of `FIGURES`."""
-    return measure_cluster(QUICK if quick else FULL, progress=progress)
-
-
-def measure_cluster(plan: ClusterPlan, *, progress: Progress) -> Result:
-    """Run the bench.
+    """Return the figures of `FIGURES`; none is measured where there are no hosts.
 
     Raises RollweaveError where a run fails or makes no progress.
     """
-
-    def measure(hosts: RayHosts, directory: Path) -> Result:
-        measuring = _Measuring(plan, hosts, directory, progress)
-        measuring.compare("", FIXED, plan.pairs, plan.steps, steps_after=plan.steps_after)
-        measuring.compare("_longtail", LONGTAIL, plan.tails, plan.tail_steps)
-        if plan.losses:
-            measuring.lose_hosts()
-        measuring.finish()
-        figures: dict[str, Figure] = {name: measuring.figures.get(name) for name in FIGURES}
-        unmeasured = {
-            name: "not measured: --quick has no such runs"
-            for name, figure in figures.items()
-            if figure is None
-        }
-        return Result(
-            bench="cluster",
-            figures=figures,
-            conditions=unmeasured | measuring.conditions | _conditions(plan),
+    plan = QUICK if quick else FULL
+    with RayHosts(RESOURCES) as hosts:
+        if hosts.why_not:
+            return Result.not_measured("cluster", FIGURES, hosts.why_not)
+        return kept_if_broken(
+            "cluster", lambda directory: _measured(plan, hosts, directory, progress), progress
         )
 
-    return measure_on(
-        lambda _: RayHosts(RESOURCES), measure, bench="cluster", figures=FIGURES, progress=progress
-    )
+
+def _measured(plan: ClusterPlan, hosts: RayHosts, directory: Path, progress: Progress) -> Result:
+    measuring = _Measuring(plan, hosts, directory, progress)
+    measuring.compare("", FIXED, plan.pairs, plan.steps, steps_after=plan.steps_after)
+    measuring.compare("_longtail", LONGTAIL, plan.tails, plan.tail_steps)
+    if plan.losses:
+        measuring.lose_hosts()
+    measuring.finish()
+    figures: dict[str, Figure] = {name: measuring.figures.get(name) for name in FIGURES}
+    why = "not measured: --quick has no such runs"
+    unmeasured = {name: why for name, figure in figures.items() if figure is None}
+    conditions = unmeasured | measuring.conditions | _conditions(plan)
+    return Result(bench="cluster", figures=figures, conditions=conditions)
 
 
 class _Measuring:

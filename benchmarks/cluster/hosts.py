@@ -6,17 +6,14 @@ killed.
 """
 
 import contextlib
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Self, TypeVar
+from typing import IO, Self
 
-from benchmarks.contract import Result
-from benchmarks.harness import Progress, die_with_us, environment
+from benchmarks.harness import die_with_us, environment
 from benchmarks.network import Network
 from rollweave.io.locked_folders import remove_stale, temporary_folder
 from rollweave.runtime.hosts.agent import FOLDER_PREFIX
@@ -34,8 +31,6 @@ PREFIX = "rollweave-net-"
 
 CACHE = "torchinductor"
 """Substring of the name of torch's cache, which it keeps for later processes."""
-
-AnyHosts = TypeVar("AnyHosts", bound="Hosts")
 
 
 class Hosts:
@@ -171,29 +166,3 @@ def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     return ""
-
-
-def measure_on(
-    hosts: Callable[[Path], AnyHosts],
-    measure: Callable[[AnyHosts, Path], Result],
-    *,
-    bench: str,
-    figures: Sequence[str],
-    progress: Progress,
-) -> Result:
-    """Measure on hosts with a directory for runs, which is removed unless a run fails
-    or a promise is broken. Where there are no hosts, no figure is measured.
-
-    Raises what `measure` raises.
-    """
-    directory = Path(tempfile.mkdtemp(prefix=f"rollweave-{bench.replace('_', '-')}-"))
-    with hosts(directory) as running:
-        if not running.why_not:
-            result = measure(running, directory)
-        else:
-            result = Result.not_measured(bench, figures, running.why_not)
-    if result.broken:
-        progress(f"broken: {', '.join(result.broken)}; {directory} has the runs")
-    else:
-        shutil.rmtree(directory)
-    return result

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from benchmarks.cluster.ray_hosts import RayHosts
-from benchmarks.runs import example
-from rollweave.schema.config.loading import load
+from benchmarks.runs import endless
 from rollweave.schema.config.root import RunConfig
 
 RESOURCES = ({"training": 1}, {"generation": 1}, {"generation": 1})
@@ -106,5 +105,4 @@ def config_of(name: str, settings: tuple[str, ...], hosts: RayHosts | None) -> R
     if hosts is not None:
         address = f'cluster={{launcher="ray:{hosts.cluster}", hosts={HOSTS}}}'
         cluster = [address, *POOLS]
-    config = load(example(name), [engines, *cluster, *settings])
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
+    return endless(name, [engines, *cluster, *settings])

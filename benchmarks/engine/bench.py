@@ -31,7 +31,7 @@ from benchmarks.engine.models import (
     requests_of,
 )
 from benchmarks.engine.vllm_server import MISSING, PeerError, VllmServer, conditions_of, interpreter
-from benchmarks.harness import scratch_folder
+from benchmarks.harness import median_ratio, scratch_folder
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest
 
@@ -192,8 +192,7 @@ def _speed(case: Case) -> dict[str, Figure]:
     figures.setdefault(f"tokens_per_s_vllm_{COMPARED}", None)
     for peer, ours in (("hf", f"{COMPARED}"), ("vllm", f"process_{COMPARED}")):
         theirs = rates.get(f"{peer}_{COMPARED}")
-        ratios = [a / b for a, b in zip(rates[ours], theirs, strict=True)] if theirs else []
-        figures[f"ratio_to_{peer}_{COMPARED}"] = statistics.median(ratios) if ratios else None
+        figures[f"ratio_to_{peer}_{COMPARED}"] = theirs and median_ratio(rates[ours], theirs)
     return figures
 
 

@@ -8,7 +8,6 @@ are interleaved. The same with two real vLLM servers, if vLLM is installed with 
 (`rollweave reproduce rollart-table5` simulates RollArt's own GPUs and models.)
 """
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
-from benchmarks.harness import Progress, scratch_folder
+from benchmarks.harness import Progress, load_average, scratch_folder
 from benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL, SLOWER
 from benchmarks.runs import trained
 from benchmarks.scheduling.paced_engine import TOKENS
@@ -273,6 +272,5 @@ def _conditions(plan: PhasesPlan) -> dict[str, Any]:
         "split_over_collocated": "of rollouts, with long texts and with short ones",
         "prompt_ms": "mean time until the engine of a turn had the KV of its prompt; turns and "
         "split_turns count measured and all steps",
-        "load": f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this "
-        "bench's included",
+        "load": load_average(),
     }

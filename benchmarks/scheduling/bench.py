@@ -9,7 +9,6 @@ ratios are of the same step of the same seed. Runs are interleaved: every varian
 then every variant again with the next seed.
 """
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress, scratch_folder
+from benchmarks.harness import Progress, load_average, scratch_folder
 from benchmarks.runs import trained
 from benchmarks.scheduling.paced_engine import GPU, MODEL, TOKENS, StepPace
 from benchmarks.scheduling.rollouts import (
@@ -84,10 +83,7 @@ def bench_scheduling(*, quick: bool, progress: Progress) -> Result:
     figures = figures_of(runs, conditions)
     figures |= router_figures(quick=quick)
     conditions["router_us_10000x256"] = ROUTER_CONDITION
-    conditions["load"] = (
-        f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this bench's "
-        "included"
-    )
+    conditions["load"] = load_average()
     return Result(bench="scheduling", figures=figures, conditions=conditions)
 
 

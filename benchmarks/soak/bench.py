@@ -13,9 +13,7 @@ the bench fails.
 """
 
 import random
-import shutil
 import signal
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -24,13 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress, slow_lake
-from benchmarks.runs import conditions_of, example
+from benchmarks.harness import Progress, kept_if_broken, slow_lake
+from benchmarks.runs import conditions_of, endless
 from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
 from rollweave.record.report.data import read_run
-from rollweave.schema.config.loading import load
-from rollweave.schema.config.root import RunConfig
 
 UNBOUNDED = 1_000_000
 """Steps of a run whose end is set later."""
@@ -126,13 +122,15 @@ def soak(plan: SoakPlan, *, progress: Progress) -> Result:
     Raises RollweaveError where a run stops making progress, and then keeps its
     directory, as it does where a promise is broken.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="rollweave-soak-"))
-    path = example(CONFIG)
+    return kept_if_broken("soak", lambda scratch: _soaked(plan, scratch, progress), progress)
+
+
+def _soaked(plan: SoakPlan, scratch: Path, progress: Progress) -> Result:
     settings = [*ALWAYS, *plan.settings, f'run.dir="{scratch}"']
     with ExitStack() as stack:
         names = ("killed", "peace") if plan.undisturbed else ("killed",)
         runs = [
-            stack.enter_context(RunUnderTest(_endless(path, [*settings, f"run.name={name}"])))
+            stack.enter_context(RunUnderTest(endless(CONFIG, [*settings, f"run.name={name}"])))
             for name in names
         ]
         killed = runs[0]
@@ -166,22 +164,8 @@ def soak(plan: SoakPlan, *, progress: Progress) -> Result:
         }
     else:
         conditions["steps_over_peace"] = "not measured: --quick has no undisturbed run"
-    result = Result(
-        bench="soak",
-        figures=figures,
-        conditions=conditions | _conditions(plan, path, settings[:-1]),
-    )
-    if result.broken:
-        progress(f"broken: {', '.join(result.broken)}; {scratch} has the run")
-    else:
-        shutil.rmtree(scratch)
-    return result
-
-
-def _endless(path: Path, settings: list[str]) -> RunConfig:
-    """Return the configuration of a run that does not end on success."""
-    config = load(path, settings)
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
+    conditions |= _conditions(plan, settings[:-1])
+    return Result(bench="soak", figures=figures, conditions=conditions)
 
 
 def _wait_for_round(runs: list[RunUnderTest], due: float, kills: Kills) -> None:
@@ -267,9 +251,9 @@ def _success(summary: dict[str, Any]) -> float:
     return float(min(summary["success_rate"].values(), default=0.0))
 
 
-def _conditions(plan: SoakPlan, path: Path, settings: list[str]) -> dict[str, Any]:
+def _conditions(plan: SoakPlan, settings: list[str]) -> dict[str, Any]:
     return {
-        **conditions_of(path, settings),
+        **conditions_of(Path(CONFIG), settings),
         "rounds": f"{plan.rounds}, every {plan.every_s:g} s, but not before a step was trained "
         f"since the previous one: an engine in each (every {STOP_EVERY}th time it is suspended), a "
         f"relay every {RELAY_EVERY}nd; the trainer in round {plan.trainer_at}, the controller in "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import MODE_SETTINGS, Progress, ratio, scratch_folder
+from benchmarks.harness import MODE_SETTINGS, Progress, add_ratio, scratch_folder
 from benchmarks.runs import MeasuredRun, conditions_of, example, measure, missed, trained
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlSpec
@@ -253,9 +253,7 @@ def figures_of(
     for suffix, ours in COMPARED.items():
         for what, of in (("step", "step_s"), ("wall", "wall_s"), ("steps", "steps")):
             name = f"{what}_ratio{suffix}"
-            figures[name] = ratio(figures[f"{of}_{TRL}"], figures[f"{of}_{ours}"])
-            if figures[name] is None:
-                conditions[name] = conditions.get(f"{of}_{TRL}") or conditions[f"{of}_{ours}"]
+            add_ratio(name, f"{of}_{TRL}", f"{of}_{ours}", figures, conditions)
     return figures
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
-from benchmarks.harness import MODE_SETTINGS, QUICK, Progress, ratio, scratch_folder
+from benchmarks.harness import MODE_SETTINGS, QUICK, Progress, add_ratio, scratch_folder
 from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, to_target
 from benchmarks.soak.lineage import versions_of
 from benchmarks.vllm.phases import read_updates
@@ -220,9 +220,7 @@ def figures_of(
         )
     for name, of in (("steps_to_target_ratio", "steps"), ("wall_ratio", "wall_s")):
         over, under = (f"{of}_{kind}_{mode}" for kind in ("vllm", "embedded"))
-        figures[f"{name}_{mode}"] = ratio(figures[over], figures[under])
-        if figures[f"{name}_{mode}"] is None:
-            conditions[f"{name}_{mode}"] = conditions.get(over) or conditions[under]
+        add_ratio(f"{name}_{mode}", over, under, figures, conditions)
     return figures
 
 

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from benchmarks.cluster.plan import FIXED
 from benchmarks.cluster.run import ClusterRun
-from benchmarks.runs import example
+from benchmarks.runs import endless
 from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import FetchWeights
-from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WeightsFetched
 from tests.cluster.agents import HostsByHand
@@ -55,8 +54,7 @@ class Crossing(NamedTuple):
 def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
     """Return the configuration of a run on these hosts. Raises ConfigError."""
     cluster = f'cluster={{address="{hosts.controller}:{PORT}", hosts={HOSTS}}}'
-    config = load(example(FIXED), [cluster, *settings])
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
+    return endless(FIXED, [cluster, *settings])
 
 
 def start_agents(hosts: HostsByHand) -> None:
