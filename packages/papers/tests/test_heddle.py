@@ -163,7 +163,7 @@ def test_the_fleet_is_that_of_the_remaining_engines() -> None:
     ids=lambda experiment: experiment.name,
 )
 def test_every_row_has_a_figure(experiment: Experiment) -> None:
-    rows = experiment.run(True)
+    rows = experiment.rows(True)
     assert all(row.experiment == experiment.name for row in rows)
     assert all(row.ours is not None and row.ours >= 0 for row in rows)
     assert len({row.row for row in rows}) == len(rows)
@@ -174,7 +174,7 @@ def test_only_the_maximum_gain_is_published() -> None:
     published = [
         row.published
         for one in heddle.EXPERIMENTS
-        for row in one.run(True)
+        for row in one.rows(True)
         if row.published is not None
     ]
     assert published == [2.5]

@@ -23,6 +23,7 @@ from rollweave_papers.laminar_runs import (
     staleness_shares,
 )
 from rollweave_papers.laminar_weights import best_chain_s, broadcast, chain_s, repair_s
+from rollweave_papers.running import EXPERIMENTS
 
 
 def test_a_simulated_broadcast_takes_the_time_of_the_closed_form() -> None:
@@ -36,7 +37,7 @@ def test_a_simulated_broadcast_takes_the_time_of_the_closed_form() -> None:
 
 
 def test_the_published_bounds_on_the_broadcast_hold() -> None:
-    rows = {row.row: row for row in laminar_weights.fig19(True)}
+    rows = {row.row: row for row in EXPERIMENTS["laminar-fig19"].rows(True)}
     assert rows["72B to 31 relays"].ratio == 1.0
     repair = rows["repair of the chain, once a loss is known"]
     assert repair.ratio == 1.0
@@ -151,7 +152,7 @@ def test_updates_cost_more_than_one() -> None:
 
 @pytest.mark.slow
 def test_a_lost_machine_recovers() -> None:
-    (row,) = laminar.fig16(True)
+    (row,) = EXPERIMENTS["laminar-fig16"].rows(True)
     assert row.ours is not None
     assert 60 < row.ours < 120  # the start of an engine, and its weights
     assert row.published == 252
@@ -203,7 +204,7 @@ def test_engines_are_freed_by_repack_alone() -> None:
 
 @pytest.mark.slow
 def test_every_row_has_a_figure_or_names_the_missing_part() -> None:
-    rows = [row for experiment in laminar.EXPERIMENTS for row in experiment.run(True)]
+    rows = [row for experiment in laminar.EXPERIMENTS for row in experiment.rows(True)]
     for row in rows:
         if row.ours is None:
             assert row.note.startswith("missing: ")

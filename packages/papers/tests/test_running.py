@@ -61,7 +61,7 @@ def test_refuses_unknown_names_in_one_line_with_close_ones(name: str, near: str)
 @pytest.mark.variants
 @pytest.mark.parametrize("name", quick_ones())
 def test_an_experiment_gives_rows_of_its_own(name: str) -> None:
-    rows = EXPERIMENTS[name].run(True)
+    rows = EXPERIMENTS[name].rows(True)
     assert rows
     assert {row.experiment for row in rows} == {name}
     assert len({row.row for row in rows}) == len(rows)
@@ -86,7 +86,7 @@ def test_a_dying_process_fails_one_experiment() -> None:
     """The first experiment is unknown to a worker, which is a bug that kills it;
     another worker continues.
     """
-    unknown = Experiment(name="rollart-none", title="None", source="None", run=lambda quick: [])
+    unknown = Experiment("rollart-none", "None", "None", lambda quick: [])
     done = {
         finished.experiment.name: finished
         for finished in run([unknown, *select(["rollart-table3"])], quick=True, processes=2)

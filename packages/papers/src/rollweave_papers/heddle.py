@@ -10,7 +10,6 @@ systems get the same batch, GPUs and engine. Lengths are the estimates of
 `core/policy/predict`, after one step's training of its regressor.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 
 from rollweave_papers import heddle_prediction
@@ -90,7 +89,6 @@ Verl* ignores the cache beyond a load ratio of 32.
 
 def fig12(quick: bool) -> list[Row]:
     """Reproduce rollout throughput over tasks and models."""
-    row = functools.partial(Row, experiment="heddle-fig12")
     studies = study(
         quick,
         [(task, model) for task in TASKS for model in MODELS],
@@ -106,7 +104,7 @@ def fig12(quick: bool) -> list[Row]:
         "from the second on"
     )
     rows = [
-        row(
+        Row(
             row="Heddle over the best baseline, maximum",
             ours=max(gains.values()),
             note=f"{what}; the maximum at {max(gains, key=lambda name: gains[name])}, the minimum "
@@ -117,7 +115,7 @@ def fig12(quick: bool) -> list[Row]:
     for name in BASELINES:
         ratios = [over(runs, "ours", name) for *_, runs, _ in studies]
         note = f"geometric mean, {min(ratios):.2f} to {max(ratios):.2f}; {NOT_IN_TEXT}"
-        rows.append(row(row=f"Heddle over {name}", ours=geometric_mean(ratios), note=note))
+        rows.append(Row(row=f"Heddle over {name}", ours=geometric_mean(ratios), note=note))
     for task, model, runs, scale in studies:
         fleet = f"GPUs of a worker, ours: {runs['ours'].fleet}"
         for label, name in (
@@ -130,7 +128,7 @@ def fig12(quick: bool) -> list[Row]:
                 else "a trajectory moves whenever its rank's worker differs"
             )
             rows.append(
-                row(
+                Row(
                     row=f"{task}, {model}: {label}, over the best baseline",
                     ours=over(runs, name, *BASELINES),
                     note=note,
@@ -154,7 +152,6 @@ def fig14(quick: bool) -> list[Row]:
     """Reproduce rollout time, and the queueing delay of the longest trajectory, by
     scheduler.
     """
-    row = functools.partial(Row, experiment="heddle-fig14")
     rows = []
     for task, _, runs, scale in study(
         quick,
@@ -170,7 +167,7 @@ def fig14(quick: bool) -> list[Row]:
                 note = f"{same}; {one.seconds:,.0f} s and {ours.seconds:,.0f} s; {NOT_IN_TEXT}"
                 value = one.seconds / ours.seconds
                 rows.append(
-                    row(
+                    Row(
                         row=f"{task}: rollout time, {name} over progressive",
                         ours=value,
                         note=note,
@@ -179,7 +176,7 @@ def fig14(quick: bool) -> list[Row]:
         for name, one in runs.items():
             note = "sum over its turns, mean of the steps measured"
             label = f"{task}: queueing of the longest, {name}"
-            rows.append(row(row=label, ours=one.longest_queued_s, unit="s", note=note))
+            rows.append(Row(row=label, ours=one.longest_queued_s, unit="s", note=note))
     return rows
 
 
@@ -200,7 +197,6 @@ equal (§7).
 
 def fig15(quick: bool) -> list[Row]:
     """Reproduce rollout throughput by placement."""
-    row = functools.partial(Row, experiment="heddle-fig15")
     rows = []
     for task, _, runs, scale in study(
         quick,
@@ -233,7 +229,7 @@ def fig15(quick: bool) -> list[Row]:
             against = names[1] if len(names) == 2 else "the best baseline with its own priority"
             label = f"{task}: {names[0]} over {against}"
             rows.append(
-                row(
+                Row(
                     row=label,
                     ours=over(runs, *names),
                     note=note,
@@ -255,7 +251,6 @@ LINEAR = (
 
 def fig16(quick: bool) -> list[Row]:
     """Reproduce rollout throughput by the number of GPUs of a worker."""
-    row = functools.partial(Row, experiment="heddle-fig16")
     wide = f"Fix-{QUICK_WIDE if quick else WIDE}"
     rows = []
     for task, _, runs, scale in study(
@@ -270,17 +265,17 @@ def fig16(quick: bool) -> list[Row]:
         note = f"{scale}; {speeds(runs)}; {NOT_IN_TEXT}"
         why = f"GPUs of a worker: {runs['adaptive'].fleet}; {LINEAR}; {NOT_IN_TEXT}"
         rows += [
-            row(
+            Row(
                 row=f"{task}: {wide} over Fix-1",
                 ours=over(runs, wide, "Fix-1"),
                 note=note,
             ),
-            row(
+            Row(
                 row=f"{task}: adaptive over Fix-1",
                 ours=over(runs, "adaptive", "Fix-1"),
                 note=NOT_IN_TEXT,
             ),
-            row(
+            Row(
                 row=f"{task}: adaptive over {wide}",
                 ours=over(runs, "adaptive", wide),
                 note=why,
@@ -290,13 +285,9 @@ def fig16(quick: bool) -> list[Row]:
 
 
 EXPERIMENTS = [
-    Experiment(
-        name="heddle-fig12", title="Rollout throughput", source="Heddle Fig. 12, §7.1", run=fig12
-    ),
+    Experiment("heddle-fig12", "Rollout throughput", "Heddle Fig. 12, §7.1", fig12),
     heddle_prediction.EXPERIMENT,
-    Experiment(name="heddle-fig14", title="Schedulers", source="Heddle Fig. 14, §7.2", run=fig14),
-    Experiment(name="heddle-fig15", title="Placements", source="Heddle Fig. 15, §7.3", run=fig15),
-    Experiment(
-        name="heddle-fig16", title="GPUs of a worker", source="Heddle Fig. 16, §7.4", run=fig16
-    ),
+    Experiment("heddle-fig14", "Schedulers", "Heddle Fig. 14, §7.2", fig14),
+    Experiment("heddle-fig15", "Placements", "Heddle Fig. 15, §7.3", fig15),
+    Experiment("heddle-fig16", "GPUs of a worker", "Heddle Fig. 16, §7.4", fig16),
 ]

@@ -241,7 +241,6 @@ def fig13(quick: bool) -> list[Row]:
                 row = f"{task}, {measure}: {label}"
                 rows.append(
                     Row(
-                        experiment=NAME,
                         row=row,
                         ours=value,
                         unit="",
@@ -253,7 +252,6 @@ def fig13(quick: bool) -> list[Row]:
     return [
         *rows,
         Row(
-            experiment=NAME,
             row="Heddle's predictor",
             ours=None,
             unit="",
@@ -263,8 +261,8 @@ def fig13(quick: bool) -> list[Row]:
 
 
 EXPERIMENT = Experiment(
-    name=NAME,
-    title="Length prediction, recall of the longest tenth and correlation",
-    source="Heddle Fig. 13, §7.2",
-    run=fig13,
+    NAME,
+    "Length prediction, recall of the longest tenth and correlation",
+    "Heddle Fig. 13, §7.2",
+    fig13,
 )

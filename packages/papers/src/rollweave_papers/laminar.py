@@ -67,7 +67,7 @@ def _ratios(curves: Curves, models: Sequence[str], other: str) -> list[tuple[int
     ]
 
 
-def _scaling(experiment: str, curves: Curves) -> list[Row]:
+def _scaling(curves: Curves) -> list[Row]:
     """Return a row of strong scaling for every curve, with its throughputs."""
     rows = []
     for (system, name), points in curves.items():
@@ -79,7 +79,6 @@ def _scaling(experiment: str, curves: Curves) -> list[Row]:
         )
         rows.append(
             Row(
-                experiment=experiment,
                 row=f"strong scaling, {name}, {system}",
                 ours=efficiency(points),
                 unit="%",
@@ -95,15 +94,15 @@ def fig11(quick: bool) -> list[Row]:
     models = ("7B",) if quick else tuple(SCALES)
     systems = ("verl", "Laminar") if quick else SYSTEMS
     curves = _curves("dapo-math", models, systems, quick=quick)
-    name, rows = "laminar-fig11", []
+    rows = list[Row]()
     note = f"{OURS}; " + ("7B at 256 GPUs only" if quick else "all models and scales")
     everything = []
     for other in systems[:-1]:
         ratios = _ratios(curves, models, other)
         everything += ratios
         values = [ratio for _, ratio in ratios]
-        rows.append(_over(name, f"over {other}, average", statistics.fmean(values), note))
-        rows.append(_over(name, f"over {other}, maximum", max(values), note))
+        rows.append(_over(f"over {other}, average", statistics.fmean(values), note))
+        rows.append(_over(f"over {other}, maximum", max(values), note))
     largest = [
         ratio
         for model_name in models
@@ -111,17 +110,15 @@ def fig11(quick: bool) -> list[Row]:
         for gpus, ratio in _ratios(curves, (model_name,), other)
         if gpus == SCALES[model_name][-1]
     ]
-    rows.append(_over(name, "largest scales, average", statistics.fmean(largest), note))
+    rows.append(_over("largest scales, average", statistics.fmean(largest), note))
     if not quick:
         small = [ratio for gpus, ratio in everything if gpus <= 64]
-        rows.append(_over(name, "at most 64 GPUs, average", statistics.fmean(small), note))
+        rows.append(_over("at most 64 GPUs, average", statistics.fmean(small), note))
         rows += [
-            row
-            for model_name in models
-            for row in _elsewhere(name, "dapo-math", model_name, curves)
+            row for model_name in models for row in _elsewhere("dapo-math", model_name, curves)
         ]
     if not quick:
-        rows += _scaling(name, curves)
+        rows += _scaling(curves)
         for system in ("Laminar", "AReaL"):
             ours = statistics.fmean(efficiency(curves[system, model_name]) for model_name in models)
             which = (
@@ -131,7 +128,6 @@ def fig11(quick: bool) -> list[Row]:
             )
             rows.append(
                 Row(
-                    experiment=name,
                     row=f"strong scaling, average, {system}",
                     ours=ours,
                     unit="%",
@@ -141,7 +137,7 @@ def fig11(quick: bool) -> list[Row]:
     return rows
 
 
-def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Row]:
+def _elsewhere(task: str, name: str, curves: Curves) -> list[Row]:
     """Return rows of Laminar on the other placements of Table 2, at the largest scale.
 
     Our costs need not balance where Laminar's do.
@@ -152,7 +148,6 @@ def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Ro
         training, rollout, _ = placement(name, "Laminar", verl.gpus, placed=placed)
         rows.append(
             Row(
-                experiment=experiment,
                 row=f"Laminar on {training}/{rollout} GPUs over verl, {name}",
                 ours=point.tokens_per_s / verl.tokens_per_s,
                 note=f"training/rollout as {placed} in Table 2; engines work "
@@ -163,24 +158,24 @@ def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Ro
     return rows
 
 
-def _over(experiment: str, row: str, ours: float, note: str) -> Row:
-    return Row(experiment=experiment, row=row, ours=ours, note=note)
+def _over(row: str, ours: float, note: str) -> Row:
+    return Row(row=row, ours=ours, note=note)
 
 
 def fig12(quick: bool) -> list[Row]:
     """Reproduce training throughput on tool calling, 7B."""
     systems = ("verl", "Laminar") if quick else SYSTEMS
     curves = _curves("tool-calling", ("7B",), systems, quick=quick)
-    name, note = "laminar-fig12", OURS + ("; against verl at 256 GPUs only" if quick else "")
+    note = OURS + ("; against verl at 256 GPUs only" if quick else "")
     values = [ratio for other in systems[:-1] for _, ratio in _ratios(curves, ("7B",), other)]
     rows = [
-        _over(name, "over all baselines, average", statistics.fmean(values), note),
-        _over(name, "over all baselines, minimum", min(values), note),
-        _over(name, "over all baselines, maximum", max(values), note),
+        _over("over all baselines, average", statistics.fmean(values), note),
+        _over("over all baselines, minimum", min(values), note),
+        _over("over all baselines, maximum", max(values), note),
     ]
     if not quick:
-        rows += _scaling(name, curves)
-        rows += _elsewhere(name, "tool-calling", "7B", curves)
+        rows += _scaling(curves)
+        rows += _elsewhere("tool-calling", "7B", curves)
     return rows
 
 
@@ -202,14 +197,13 @@ def fig10(quick: bool) -> list[Row]:
         )
         note += "; quick: 16 prompts" if quick else ""
         under = 100 * sum(share for age, share in shares.items() if age < 3)
-        greatest = functools.partial(Row, experiment="laminar-fig10", unit="steps", note=note)
+        greatest = functools.partial(Row, unit="steps", note=note)
         rows += [
             greatest(
                 row=f"maximum inherent staleness, {concurrency:,} at once",
                 ours=max(shares),
             ),
             Row(
-                experiment="laminar-fig10",
                 row=f"share under 3 steps, {concurrency:,} at once",
                 ours=under,
                 unit="%",
@@ -224,7 +218,6 @@ def fig10(quick: bool) -> list[Row]:
 
 def fig15(quick: bool) -> list[Row]:
     """Compare runs with repacking and without (§8.4)."""
-    name = "laminar-fig15"
     part = f"half the cluster{', 16 prompts' if quick else ''}"
     with_it, without = (repacking(repack=repack, quick=quick) for repack in (True, False))
     alone, alone_without = (
@@ -233,14 +226,12 @@ def fig15(quick: bool) -> list[Row]:
     note = f"{part}; {with_it.released} times repack freed an engine"
     return [
         Row(
-            experiment=name,
             row="generation throughput with repack",
             ours=with_it.tokens_per_s / without.tokens_per_s,
             note=f"{note}; trained tokens per second: {with_it.tokens_per_s:,.0f} and "
             f"{without.tokens_per_s:,.0f}",
         ),
         Row(
-            experiment=name,
             row="generation throughput with repack, without the trainer's time",
             ours=alone.tokens_per_s / alone_without.tokens_per_s,
             note=f"{part}; the trainer takes no time, as it keeps engines waiting on this "
@@ -249,21 +240,18 @@ def fig15(quick: bool) -> list[Row]:
             own=True,
         ),
         Row(
-            experiment=name,
             row="KV in use with repack",
             ours=100 * with_it.kv_used,
             unit="%",
             note=note,
         ),
         Row(
-            experiment=name,
             row="KV in use without",
             ours=100 * without.kv_used,
             unit="%",
             note=note,
         ),
         Row(
-            experiment=name,
             row="overhead of a repack",
             ours=None,
             unit="s",
@@ -286,7 +274,6 @@ def fig16(quick: bool) -> list[Row]:
     )
     rows = [
         Row(
-            experiment="laminar-fig16",
             row="recovery",
             ours=recovery.seconds,
             unit="s",
@@ -296,7 +283,6 @@ def fig16(quick: bool) -> list[Row]:
     if recovery.slowdown is not None:
         rows.append(
             Row(
-                experiment="laminar-fig16",
                 row="step times with the failure over without",
                 ours=recovery.slowdown,
                 note="published: training is not affected, or drops slightly",
@@ -306,29 +292,13 @@ def fig16(quick: bool) -> list[Row]:
 
 
 EXPERIMENTS = [
+    Experiment("laminar-fig10", "Inherent staleness", "Laminar Fig. 10, §6", fig10),
+    Experiment("laminar-fig11", "Training throughput, mathematics", "Laminar Fig. 11, §8.1", fig11),
     Experiment(
-        name="laminar-fig10", title="Inherent staleness", source="Laminar Fig. 10, §6", run=fig10
+        "laminar-fig12", "Training throughput, tool calling", "Laminar Fig. 12, §8.1", fig12
     ),
-    Experiment(
-        name="laminar-fig11",
-        title="Training throughput, mathematics",
-        source="Laminar Fig. 11, §8.1",
-        run=fig11,
-    ),
-    Experiment(
-        name="laminar-fig12",
-        title="Training throughput, tool calling",
-        source="Laminar Fig. 12, §8.1",
-        run=fig12,
-    ),
-    Experiment(
-        name="laminar-fig14", title="Waiting for weights", source="Laminar Fig. 14, §8.3", run=fig14
-    ),
-    Experiment(name="laminar-fig15", title="Repack", source="Laminar Fig. 15, Table 1", run=fig15),
-    Experiment(
-        name="laminar-fig16", title="A machine fails", source="Laminar Fig. 16, §8.5", run=fig16
-    ),
-    Experiment(
-        name="laminar-fig19", title="Chain broadcast", source="Laminar Fig. 19, App. C", run=fig19
-    ),
+    Experiment("laminar-fig14", "Waiting for weights", "Laminar Fig. 14, §8.3", fig14),
+    Experiment("laminar-fig15", "Repack", "Laminar Fig. 15, Table 1", fig15),
+    Experiment("laminar-fig16", "A machine fails", "Laminar Fig. 16, §8.5", fig16),
+    Experiment("laminar-fig19", "Chain broadcast", "Laminar Fig. 19, App. C", fig19),
 ]

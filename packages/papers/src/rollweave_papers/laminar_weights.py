@@ -111,7 +111,7 @@ def broadcast(size: str, *, relays: int, lost: bool = False) -> tuple[float, flo
 def fig19(quick: bool) -> list[Row]:
     """Reproduce the chain broadcast between relays."""
     relays = 31 if quick else RELAYS
-    name, size = "laminar-fig19", model("qwen2.5-72b").weight_bytes
+    size = model("qwen2.5-72b").weight_bytes
     all_s, after_loss_s = broadcast("72b", relays=relays, lost=True)
     one_s, _ = broadcast("72b", relays=1)
     later_s = max(0.0, after_loss_s - all_s / 2)
@@ -119,7 +119,6 @@ def fig19(quick: bool) -> list[Row]:
     links = "eight 400 Gb/s adapters at 80 %, 32 MiB chunks"
     return [
         Row(
-            experiment=name,
             row=f"72B to {relays} relays",
             ours=all_s,
             unit="s",
@@ -127,13 +126,11 @@ def fig19(quick: bool) -> list[Row]:
             f"{chain_s(size, relays + 1):.3f} s; published as less than 1.6 s",
         ),
         Row(
-            experiment=name,
             row=f"{relays} relays over one relay",
             ours=all_s / one_s,
             note=f"simulated runs, {links}; published: nearly constant",
         ),
         Row(
-            experiment=name,
             row="with the best number of chunks",
             ours=best_chain_s(size, relays + 1),
             unit="s",
@@ -141,7 +138,6 @@ def fig19(quick: bool) -> list[Row]:
             own=True,
         ),
         Row(
-            experiment=name,
             row="repair of the chain, once a loss is known",
             ours=repaired_s,
             unit="s",
@@ -166,7 +162,7 @@ def fig14(quick: bool) -> list[Row]:
 
 
 def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
-    name, shape = "laminar-fig14", model(f"qwen2.5-{size}")
+    shape = model(f"qwen2.5-{size}")
     machines = GPUS // GPUS_PER_MACHINE
     run = _part(size, tp, quick=quick)
     at_once = best_chain_s(shape.weight_bytes, machines)
@@ -187,7 +183,6 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
 
     def saved(row: str, seconds: float, other: float, note: str, *, own: bool = False) -> Row:
         return Row(
-            experiment=name,
             row=row,
             ours=100 * (1 - seconds / other),
             unit="%",
@@ -197,7 +192,6 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
 
     return [
         Row(
-            experiment=name,
             row=f"actor stall, {size}",
             ours=statistics.fmean(run.stall_s),
             unit="s",

@@ -61,14 +61,12 @@ def table3(quick: bool) -> list[Row]:
         busy = 100 * measured.outcome.idle("engines")["busy"]
         rows += [
             Row(
-                experiment="prorl-table3",
                 row=f"{name}, throughput",
                 ours=rate(measured),
                 unit="instances/s",
                 note=note,
             ),
             Row(
-                experiment="prorl-table3",
                 row=f"{name}, GPU utilization",
                 ours=busy,
                 unit="%",
@@ -77,7 +75,6 @@ def table3(quick: bool) -> list[Row]:
         ]
     rows.append(
         Row(
-            experiment="prorl-table3",
             row="throughput, full over no efficient bash",
             ours=rate(full) / rate(slow),
             note="published: ratio of the two rates; in ours the engines are the bottleneck, so "
@@ -90,7 +87,6 @@ def table3(quick: bool) -> list[Row]:
     ):
         rows += [
             Row(
-                experiment="prorl-table3",
                 row=f"{name}, {what}",
                 ours=None,
                 unit=unit,
@@ -120,7 +116,6 @@ def fig5(quick: bool) -> list[Row]:
     one = paces[1]
     return [
         Row(
-            experiment="prorl-fig5",
             row=f"throughput of {count} nodes, over {count} times that of one",
             ours=one.step_s / pace_.step_s,
             note=f"a node: {NODE_GPUS // shrink} H100, {INSTANCES // shrink} instances; "
@@ -137,6 +132,6 @@ def _slow_bash(work: Workload) -> Workload:
 
 
 EXPERIMENTS = (
-    Experiment(name="prorl-fig5", title="Nodes", source="ProRL Fig. 5", run=fig5),
-    Experiment(name="prorl-table3", title="Ablations", source="ProRL Table 3", run=table3),
+    Experiment("prorl-fig5", "Nodes", "ProRL Fig. 5", fig5),
+    Experiment("prorl-table3", "Ablations", "ProRL Table 3", table3),
 )

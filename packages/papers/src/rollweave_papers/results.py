@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import force_setattr
+from msgspec.structs import replace
 
 from rollweave.schema.base import Struct
 
@@ -30,21 +30,17 @@ PUBLISHED: dict[str, dict[str, Published]] = msgspec.convert(
 
 class Row(Struct, frozen=True, kw_only=True):
     """One row. `ours` is None where the row is missing: `note` then names the missing
-    feature. `own` marks our own variants.
+    feature. `own` marks our own variants. An `Experiment` adds its name, and what was
+    published.
     """
 
-    experiment: str
     row: str
     ours: float | None
+    experiment: str = ""
     published: Published = None
     unit: str = "×"
     note: str = ""
     own: bool = False
-
-    def __post_init__(self) -> None:
-        if self.published is None:
-            known = PUBLISHED.get(self.experiment, {})
-            force_setattr(self, "published", known.get(self.row))
 
     @property
     def ratio(self) -> float | None:
@@ -60,15 +56,23 @@ class Row(Struct, frozen=True, kw_only=True):
         return self.ours / self.published if self.published else None
 
 
-class Experiment(Struct, frozen=True, kw_only=True):
-    """`run(quick)` returns the rows; quick ones are smaller or fewer, as their notes
-    state.
+class Experiment(Struct, frozen=True):
+    """`run(quick)` returns what was simulated; quick rows are smaller or fewer, as
+    their notes state.
     """
 
     name: str
     title: str
     source: str
     run: Callable[[bool], list[Row]]
+
+    def rows(self, quick: bool) -> list[Row]:
+        """Return the rows of the experiment, beside what was published."""
+        known = PUBLISHED.get(self.name, {})
+        return [
+            replace(row, experiment=self.name, published=known.get(row.row))
+            for row in self.run(quick)
+        ]
 
 
 NOT_IN_TEXT, MISSING = "not in text", "missing"

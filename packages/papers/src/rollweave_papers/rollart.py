@@ -109,19 +109,18 @@ def fig4(quick: bool) -> list[Row]:
         size: seconds(h20, "gem-math", size) / seconds(h800, "gem-math", size) for size in sizes
     }
     note = mean_of(steps, "rollout")
-    row = functools.partial(Row, experiment="rollart-fig4")
     return [
-        row(
+        Row(
             row="FrozenLake, H800 time over H20 time, minimum",
             ours=min(lake.values()),
             note=f"{note}; {DECODE_BOUND}",
         ),
         *(
-            row(row=f"FrozenLake, batch {size}", ours=value, note=note)
+            Row(row=f"FrozenLake, batch {size}", ours=value, note=note)
             for size, value in lake.items()
         ),
         *(
-            row(
+            Row(
                 row=f"FrozenLake without prefix caching, batch {size}",
                 ours=value,
                 note=note,
@@ -129,7 +128,7 @@ def fig4(quick: bool) -> list[Row]:
             for size, value in uncached.items()
         ),
         *(
-            row(
+            Row(
                 row=f"GEM-math, H20 time over H800 time, batch {size}",
                 ours=value,
                 note=note,
@@ -193,7 +192,6 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
     note = scale(shrink, steps)
     rows = [
         Row(
-            experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} throughput, {ours} over {peer}",
             ours=paces[ours].tokens_per_s / paces[peer].tokens_per_s,
             note="; ".join([note, *_explanations(paces, ours, peer)]),
@@ -202,7 +200,6 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
     ]
     rows += [
         Row(
-            experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} step time, {peer} over {ours} (Fig. 10a)",
             ours=paces[peer].step_s / paces[ours].step_s,
             note="; ".join([note, *_explanations(paces, ours, peer)]),
@@ -211,7 +208,6 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
     ]
     rows += [
         Row(
-            experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} throughput, {name}, updated at publication, over AReaL",
             ours=paces[name].tokens_per_s / paces["AReaL"].tokens_per_s,
             note=note,
@@ -298,7 +294,6 @@ def _narrow(setup: Setup, *, shrink: int, steps: int) -> Row:
         for run in (setup.in_rollarts_order(), monolithic(setup))
     )
     return Row(
-        experiment="rollart-fig10c",
         row=f"RollArt, 64 GPUs, over Sync+ on 64, both with {NARROW:.0%} of the spread of outputs",
         ours=ours / peer,
         note=f"{scale(shrink, steps)}; on a logarithmic scale, and with the same mean",
@@ -309,7 +304,6 @@ def _narrow(setup: Setup, *, shrink: int, steps: int) -> Row:
 def _by_gpus(rates: dict[tuple[str, int], float], note: str) -> list[Row]:
     return [
         Row(
-            experiment="rollart-fig10c",
             row=f"{name}, {count} GPUs, over Sync+ on 64",
             ours=value / rates["Sync+", 64],
             note="; ".join([note, *([SPREAD] if name == "RollArt" else [])]),
@@ -340,15 +334,14 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
         f"{note}; with α=1, {dropped(one):.0%} of the started trajectories are dropped as too "
         "old, which larger bounds avoid"
     )
-    row = functools.partial(Row, experiment=f"rollart-fig13-{size.lower()}")
     return [
-        row(
+        Row(
             row=f"{size} step time, α=1 over the best α",
             ours=max(1.0, *gains.values()),
             note=why,
         ),
         *(
-            row(row=f"{size}, α=1 over α={alpha}", ours=gain, note=note)
+            Row(row=f"{size}, α=1 over α={alpha}", ours=gain, note=note)
             for alpha, gain in gains.items()
         ),
     ]
@@ -412,17 +405,16 @@ def _affinity(size: str, *, shrink: int, steps: int) -> list[Row]:
         f"{kind.upper()} {share:.0%}" for kind, share in paces["mix"].outcome.pools_busy.items()
     )
     note = f"{scale(shrink, steps)}; in the mix {busy} of the time at work"
-    row = functools.partial(Row, experiment="rollart-fig11a")
     return [
         *(
-            row(
+            Row(
                 row=f"{size} step time, {peer} alone over the mix by task",
                 ours=paces[peer].step_s / paces["mix"].step_s,
                 note=f"{note}; {why}",
             )
             for peer, why in (("H20", SAMPLING_BOUND), ("H800", TAIL_BOUND))
         ),
-        row(
+        Row(
             row=f"{size} step time, H800 alone over the mix, every task on any GPU",
             ours=paces["H800"].step_s / paces["any"].step_s,
             note=scale(shrink, steps),
@@ -432,39 +424,24 @@ def _affinity(size: str, *, shrink: int, steps: int) -> list[Row]:
 
 
 EXPERIMENTS = (
-    Experiment(
-        name="rollart-fig4",
-        title="H800 against H20, by task",
-        source="RollArt Fig. 4, §3.1",
-        run=fig4,
-    ),
+    Experiment("rollart-fig4", "H800 against H20, by task", "RollArt Fig. 4, §3.1", fig4),
     *(
         Experiment(
-            name=f"rollart-fig10b-{size.lower()}",
-            title=f"Throughput by mode, Qwen3-{size}",
-            source="RollArt Fig. 10a and 10b, §7.2",
-            run=functools.partial(fig10b, size=size),
+            f"rollart-fig10b-{size.lower()}",
+            f"Throughput by mode, Qwen3-{size}",
+            "RollArt Fig. 10a and 10b, §7.2",
+            functools.partial(fig10b, size=size),
         )
         for size in MODELS
     ),
-    Experiment(
-        name="rollart-fig10c",
-        title="Throughput by cluster size",
-        source="RollArt Fig. 10c, §7.2",
-        run=fig10c,
-    ),
-    Experiment(
-        name="rollart-fig11a",
-        title="Hardware affinity",
-        source="RollArt Fig. 11a, §7.3",
-        run=fig11a,
-    ),
+    Experiment("rollart-fig10c", "Throughput by cluster size", "RollArt Fig. 10c, §7.2", fig10c),
+    Experiment("rollart-fig11a", "Hardware affinity", "RollArt Fig. 11a, §7.3", fig11a),
     *(
         Experiment(
-            name=f"rollart-fig13-{size.lower()}",
-            title=f"The bound α, Qwen3-{size}",
-            source="RollArt Fig. 13, §7.3",
-            run=functools.partial(fig13, size=size),
+            f"rollart-fig13-{size.lower()}",
+            f"The bound α, Qwen3-{size}",
+            "RollArt Fig. 13, §7.3",
+            functools.partial(fig13, size=size),
         )
         for size in MODELS
     ),

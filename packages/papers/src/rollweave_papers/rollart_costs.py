@@ -37,7 +37,6 @@ def fig6(quick: bool) -> list[Row]:
     used = SWE_BATCH * JUDGE_S / (JUDGES * pace(setup, steps=steps).step_s)
     return [
         Row(
-            experiment="rollart-fig6",
             row="utilization of the judge's GPUs, all steps",
             ours=100 * used,
             unit="%",
@@ -72,7 +71,7 @@ class _OnPlatform(Setup, frozen=True, kw_only=True):
 
 def section75(quick: bool) -> list[Row]:
     """Reproduce RollArt §7.5: the weights as in Table 4, and calls between clusters."""
-    row = functools.partial(Row, experiment="rollart-sec75", unit="s")
+    row = functools.partial(Row, unit="s")
     rows = []
     for size in ("8B",) if quick else SIZES:
         measured = updates(size, steps=3 if quick else 5)
@@ -150,16 +149,6 @@ def _reward_calls(seed: int) -> list[float]:
 
 
 EXPERIMENTS = (
-    Experiment(
-        name="rollart-fig6",
-        title="A judge with reserved GPUs",
-        source="RollArt Fig. 6, §3.2",
-        run=fig6,
-    ),
-    Experiment(
-        name="rollart-sec75",
-        title="What disaggregation costs",
-        source="RollArt §7.5",
-        run=section75,
-    ),
+    Experiment("rollart-fig6", "A judge with reserved GPUs", "RollArt Fig. 6, §3.2", fig6),
+    Experiment("rollart-sec75", "What disaggregation costs", "RollArt §7.5", section75),
 )

@@ -60,7 +60,6 @@ def fig11b(quick: bool) -> list[Row]:
 
         rows.append(
             Row(
-                experiment="rollart-fig11b",
                 row=f"batch- over trajectory-level step time, σ = {sigma:g} s",
                 ours=pace(batched, steps=steps, vary=vary).step_s
                 / pace(setup, steps=steps, vary=vary).step_s,
@@ -119,7 +118,7 @@ def fig12(quick: bool) -> list[Row]:
         for judging_s, call_s in zip(judging, times["local"], strict=True)
     )
     shares_used = [outcome.rewards_used or 0.0 for outcome in outcomes["serverless"]]
-    row = functools.partial(Row, experiment="rollart-fig12", note=mean_of(steps, "rollout"))
+    row = functools.partial(Row, note=mean_of(steps, "rollout"))
     one_by_one = (
         "assumption: each judging GPU gives one verdict at a time, which takes the family's seconds"
     )
@@ -176,7 +175,6 @@ def table3(quick: bool) -> list[Row]:
     )
     return [
         Row(
-            experiment="rollart-table3",
             row=f"{size} over {name}",
             ours=trainer(size, over=way).publish_s(),
             unit="s",
@@ -254,7 +252,7 @@ def table4(quick: bool) -> list[Row]:
     for size in ("8B",) if quick else MODELS:
         measured = updates(size, steps=3 if quick else 5)
         push, pull, stopped = measured.push_s, measured.pull_s, measured.stopped_s
-        row = functools.partial(Row, experiment="rollart-table4", unit="s")
+        row = functools.partial(Row, unit="s")
         rows += [
             row(
                 row=f"{size} push",
@@ -299,7 +297,6 @@ def fig14a(quick: bool) -> list[Row]:
         push, pull = transfer(size)
         rows.append(
             Row(
-                experiment="rollart-fig14a",
                 row=f"{size} step time, synchronous over asynchronous transfer",
                 ours=(step_s + push + pull) / step_s,
                 note=f"GPUs and batch divided by {shrink}, {mean_of(steps, 'step')}; push and pull "
@@ -360,18 +357,17 @@ def fig14b(quick: bool) -> list[Row]:
     )
     plain_s, plain_empty_s = step_s((0, 0)), empty_s((0, 0))
     gains = {choice: plain_s / step_s(choice) for choice in choices}
-    row = functools.partial(Row, experiment="rollart-fig14b")
     note = mean_of(steps, "step")
     from_empty = f"{mean_of(steps, 'rollout')}; the other reading"
     return [
-        row(
+        Row(
             row="maximum speed-up of rollouts",
             ours=max(gains.values()),
             note=f"{note}; the paper's number of launches is not in the text; ours are up to twice "
             f"the groups and members; {LONG_TAIL}",
         ),
         *(
-            row(
+            Row(
                 row=f"{more} more groups, {extra} more members",
                 ours=gain,
                 note=note,
@@ -379,14 +375,14 @@ def fig14b(quick: bool) -> list[Row]:
             for (more, extra), gain in gains.items()
         ),
         *(
-            row(
+            Row(
                 row=f"{more} more groups, {extra} more members, from an empty cluster",
                 ours=plain_empty_s / empty_s((more, extra)),
                 note=from_empty,
             )
             for more, extra in ((8, 0), (32, 8))
         ),
-        row(
+        Row(
             row="8 more groups, from an empty cluster, with slow starts",
             ours=empty_s((0, 0), failing=True) / empty_s((8, 0), failing=True),
             note=f"{from_empty}; the share of environments that RollArt §8 counts in production "
@@ -449,7 +445,6 @@ def table5(quick: bool) -> list[Row]:
             ours = phases_s(size, nodes, steps=steps)
             rows += [
                 Row(
-                    experiment="rollart-table5",
                     row=f"{size} {nodes}, {name}",
                     ours=seconds,
                     unit="s",
@@ -465,42 +460,19 @@ def table5(quick: bool) -> list[Row]:
 
 EXPERIMENTS = (
     Experiment(
-        name="rollart-fig11b",
-        title="Trajectory- against batch-level stepping",
-        source="RollArt Fig. 11b, §7.3",
-        run=fig11b,
+        "rollart-fig11b",
+        "Trajectory- against batch-level stepping",
+        "RollArt Fig. 11b, §7.3",
+        fig11b,
     ),
+    Experiment("rollart-fig12", "Serverless rewards", "RollArt Fig. 12, §7.3", fig12),
+    Experiment("rollart-table3", "Weight transfer by link", "RollArt Table 3, §3.2", table3),
     Experiment(
-        name="rollart-fig12", title="Serverless rewards", source="RollArt Fig. 12, §7.3", run=fig12
+        "rollart-table4", "Weight transfer between clusters", "RollArt Table 4, §7.4", table4
     ),
+    Experiment("rollart-fig14a", "Asynchronous weight transfer", "RollArt Fig. 14a, §7.4", fig14a),
+    Experiment("rollart-fig14b", "Redundant environments", "RollArt Fig. 14b, §7.4", fig14b),
     Experiment(
-        name="rollart-table3",
-        title="Weight transfer by link",
-        source="RollArt Table 3, §3.2",
-        run=table3,
-    ),
-    Experiment(
-        name="rollart-table4",
-        title="Weight transfer between clusters",
-        source="RollArt Table 4, §7.4",
-        run=table4,
-    ),
-    Experiment(
-        name="rollart-fig14a",
-        title="Asynchronous weight transfer",
-        source="RollArt Fig. 14a, §7.4",
-        run=fig14a,
-    ),
-    Experiment(
-        name="rollart-fig14b",
-        title="Redundant environments",
-        source="RollArt Fig. 14b, §7.4",
-        run=fig14b,
-    ),
-    Experiment(
-        name="rollart-table5",
-        title="Disaggregated prefill and decoding",
-        source="RollArt Table 5, §7.4",
-        run=table5,
+        "rollart-table5", "Disaggregated prefill and decoding", "RollArt Table 5, §7.4", table5
     ),
 )

@@ -3,7 +3,6 @@ users beside them, the gain of prefix caching, and weights between clusters (§2
 App. E).
 """
 
-import functools
 import statistics
 
 import msgspec
@@ -76,15 +75,14 @@ def fig1c(quick: bool) -> list[Row]:
     eight, bare = (
         rollout_s(setup.but(without=missing), steps=steps) for missing in ((), ("prefix_cache",))
     )
-    row = functools.partial(Row, experiment="rose-fig1c")
     note = f"{mean_of(steps, 'rollout')}; as many sequences at once as vLLM's default"
     rows = [
-        row(
+        Row(
             row="rollout without over with prefix caching, 8 GPUs",
             ours=bare / eight,
             note=note,
         ),
-        row(
+        Row(
             row="rollout on 8 GPUs",
             ours=eight,
             unit="s",
@@ -94,7 +92,7 @@ def fig1c(quick: bool) -> list[Row]:
     if not quick:
         sixteen = rollout_s(setup.but(rollout_gpus=16), steps=steps)
         rows.append(
-            row(
+            Row(
                 row="8 over 16 GPUs",
                 ours=eight / sixteen,
                 note=f"{note}; published: ratio of the times",
@@ -116,7 +114,6 @@ def fig14(quick: bool) -> list[Row]:
     )
     rows = [
         Row(
-            experiment="rose-fig14",
             row=f"rollout speed-up with {count} borrowed GPUs",
             ours=alone
             / _with_weights_s(
@@ -140,35 +137,31 @@ def _beside_users(quick: bool) -> list[Row]:
     ]
     users = [one.serving for one in sharing if one.serving is not None]
     late = max(max(one.late_first, one.late_tokens) for one in users)
-    row = functools.partial(
-        Row,
-        experiment="rose-fig14",
-    )
     note = (
         f"{mean_of(steps, 'rollout')}; users send {SERVING['rate']:g} requests/s of a 7B model to "
         f"{SERVING['engines']} engines, {SERVING['prefill']} of which compute prompts; weights are "
         "in place"
     )
     return [
-        row(
+        Row(
             row="rollout speed-up with 16 GPUs that serve as well",
             ours=rollout_s(alone, steps=steps)
             / statistics.fmean(float(one.steps[0]["at"]) for one in sharing),
             note=note,
         ),
-        row(
+        Row(
             row="their users' time to the first token, P99 (limit 0.5 s)",
             ours=max(one.ttft_s[-1] for one in users),
             unit="s",
             note="the longest of these rollouts",
         ),
-        row(
+        Row(
             row="their users' time per token, P99 (limit 0.15 s)",
             ours=max(one.tpot_s[-1] for one in users),
             unit="s",
             note="the longest of these rollouts",
         ),
-        row(
+        Row(
             row="their users' requests beyond a limit",
             ours=100 * late,
             unit="%",
@@ -268,18 +261,17 @@ def fig10(quick: bool) -> list[Row]:
     changed = f"{DELTA_SHARE:.2%} of the bytes (PULSE's share for a 7B model)"
     rows = []
     for size in ("8B",) if quick else tuple(SIZES):
-        row = functools.partial(Row, experiment="rose-fig10")
         for place, (speed, bits) in enumerate((("200 Gb/s", 200e9), ("1 Gb/s", 1e9))):
             whole = transfer_s(size, bits_per_s=bits, sparse=False)
             sparse = transfer_s(size, bits_per_s=bits, sparse=True)
             rows += [
-                row(
+                Row(
                     row=f"{size} shard-aware, {speed}",
                     ours=whole,
                     unit="s",
                     note=f"{note}; {theirs}",
                 ),
-                row(
+                Row(
                     row=f"{size} sparsity-aware, {speed}",
                     ours=sparse,
                     unit="s",
@@ -288,7 +280,7 @@ def fig10(quick: bool) -> list[Row]:
             ]
             if not place:
                 rows.append(
-                    row(
+                    Row(
                         row=f"{size} shard-aware over sparsity-aware, {speed}",
                         ours=whole / sparse,
                         note=f"{note}; {changed}",
@@ -320,7 +312,6 @@ def table3(quick: bool) -> list[Row]:
     trajectory. With the dedicated ones alone the order is reversed: the first slot that
     becomes free is rarely on the engine that has the turn's prefix.
     """
-    row = functools.partial(Row, experiment="rose-table3")
     rows = []
     for size in ("8B",) if quick else tuple(ROUTED):
         steps = 1 if quick else {"8B": 5, "32B": 2}[size]
@@ -334,7 +325,7 @@ def table3(quick: bool) -> list[Row]:
                 for name in ("pinned", "earliest", *TURN_WISE.values())
             }
             rows += [
-                row(
+                Row(
                     row=f"{size} {way} over pinned, {where}",
                     ours=seconds["pinned"] / seconds[name],
                     note=note,
@@ -342,7 +333,7 @@ def table3(quick: bool) -> list[Row]:
                 for way, name in TURN_WISE.items()
             ]
             rows.append(
-                row(
+                Row(
                     row=f"{size} earliest finish over pinned, {where}",
                     ours=seconds["pinned"] / seconds["earliest"],
                     note=f"{note}; our rule (mechanisms/placement/elastic)",
@@ -353,15 +344,8 @@ def table3(quick: bool) -> list[Row]:
 
 
 EXPERIMENTS = (
-    Experiment(name="rose-fig1c", title="Prefix caching", source="ROSE Fig. 1c, §2.2", run=fig1c),
-    Experiment(
-        name="rose-table3", title="Elastic routing", source="ROSE Table 3, §6.4", run=table3
-    ),
-    Experiment(
-        name="rose-fig10",
-        title="Weights between clusters",
-        source="ROSE Fig. 10, §6.3",
-        run=fig10,
-    ),
-    Experiment(name="rose-fig14", title="Borrowed GPUs", source="ROSE Fig. 14, App. E", run=fig14),
+    Experiment("rose-fig1c", "Prefix caching", "ROSE Fig. 1c, §2.2", fig1c),
+    Experiment("rose-table3", "Elastic routing", "ROSE Table 3, §6.4", table3),
+    Experiment("rose-fig10", "Weights between clusters", "ROSE Fig. 10, §6.3", fig10),
+    Experiment("rose-fig14", "Borrowed GPUs", "ROSE Fig. 14, App. E", fig14),
 )

@@ -5,7 +5,6 @@ The elastic baselines are λRL, with serverless GPUs whose lease is 15 minutes, 
 RLBoost+, with spot instances. Fig. 7d compares scores, and no simulation learns.
 """
 
-import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,7 +77,6 @@ def fig7(quick: bool) -> list[Row]:
             )
             rows.append(
                 Row(
-                    experiment="rose-fig7",
                     row=f"{size} ROSE over {name}, throughput",
                     ours=rose / fixed,
                     note=f"{mean_of(steps, 'step')}; the baseline keeps a trajectory on one "
@@ -178,17 +176,16 @@ def fig8(quick: bool) -> list[Row]:
     rows = []
     for size in ("8B",) if quick else tuple(SIZES):
         steps = 1 if quick else ROLLOUTS[size]
-        row = functools.partial(Row, experiment="rose-fig8")
         runs = {kind: elastic(size, kind, steps=steps) for kind in ("none", *names)}
         for kind, name in names.items():
             rows += [
-                row(
+                Row(
                     row=f"{size} {name} over ROLL, rollout",
                     ours=runs["none"].rollout_s / runs[kind].rollout_s,
                     note=f"{mean_of(steps, 'rollout')} of a run; ROLL keeps a trajectory on one "
                     f"engine, as its code does; {what[kind]}",
                 ),
-                row(
+                Row(
                     row=f"{size} {name}, GPU time in which engines were not ready",
                     ours=100 * runs[kind].not_ready,
                     unit="%",
@@ -196,7 +193,7 @@ def fig8(quick: bool) -> list[Row]:
                 ),
             ]
         rows.append(
-            row(
+            Row(
                 row=f"{size} ROSE over RLBoost+, rollout",
                 ours=runs["spot"].rollout_s / runs["rose"].rollout_s,
                 note=f"{mean_of(steps, 'rollout')} of a run",
@@ -206,8 +203,6 @@ def fig8(quick: bool) -> list[Row]:
 
 
 EXPERIMENTS = (
-    Experiment(
-        name="rose-fig7", title="Throughput end to end", source="ROSE Fig. 7, §6.1", run=fig7
-    ),
-    Experiment(name="rose-fig8", title="Elastic baselines", source="ROSE Fig. 8, §6.1", run=fig8),
+    Experiment("rose-fig7", "Throughput end to end", "ROSE Fig. 7, §6.1", fig7),
+    Experiment("rose-fig8", "Elastic baselines", "ROSE Fig. 8, §6.1", fig8),
 )

@@ -104,11 +104,10 @@ def table1(quick: bool) -> list[Row]:
     for size in _sizes(quick):
         steps = _steps(size, quick)
         note = _note(size, steps)
-        row = functools.partial(Row, experiment="rose-table1")
         rose = seen(size, steps=steps)
         alone = seen(size, sharing="autoscaling", steps=steps, borrows=False)
         rows.append(
-            row(
+            Row(
                 row=f"{size} users alone, first token P99",
                 ours=alone.ttft_ms[1],
                 unit="ms",
@@ -120,13 +119,13 @@ def table1(quick: bool) -> list[Row]:
             reasons = {"autoscaling": f"{note}; {LIGHT}", "multiplexing": f"{note}; {STEPS}"}
             why = reasons.get(sharing, note)
             rows += [
-                row(
+                Row(
                     row=f"{size} {name}, rollout",
                     ours=one.rollout_s,
                     unit="s",
                     note=f"{note}; {FASTER}",
                 ),
-                row(
+                Row(
                     row=f"{size} {name}, first token P99",
                     ours=one.ttft_ms[1],
                     unit="ms",
@@ -135,7 +134,7 @@ def table1(quick: bool) -> list[Row]:
             ]
             if sharing != "cooperative":
                 rows.append(
-                    row(
+                    Row(
                         row=f"{size} rollout, {name} over ROSE",
                         ours=one.rollout_s / rose.rollout_s,
                         note=f"{note}; published: ratio of the times",
@@ -159,23 +158,22 @@ def table2(quick: bool) -> list[Row]:
     for size in _sizes(quick):
         steps = _steps(size, quick)
         note = _note(size, steps)
-        row = functools.partial(Row, experiment="rose-table2")
         for sharing, name in names.items():
             one = seen(size, sharing=sharing, steps=steps)
             rows += [
-                row(
+                Row(
                     row=f"{size} {name}, rollout",
                     ours=one.rollout_s,
                     unit="s",
                     note=f"{note}; {FASTER}",
                 ),
-                row(
+                Row(
                     row=f"{size} {name}, first token P99",
                     ours=one.ttft_ms[1],
                     unit="ms",
                     note=f"{note}; {STEPS}",
                 ),
-                row(
+                Row(
                     row=f"{size} {name}, time per token P99",
                     ours=one.tpot_ms[1],
                     unit="ms",
@@ -191,7 +189,7 @@ def table4(quick: bool) -> list[Row]:
     for lease_s in (10, 100) if quick else (10, 20, 50, 100):
         steps = _steps("8B", quick)
         one = seen("8B", steps=steps, lease_s=float(lease_s))
-        rows += _three("rose-table4", f"lease of {lease_s} s", one, _note("8B", steps))
+        rows += _three(f"lease of {lease_s} s", one, _note("8B", steps))
     return rows
 
 
@@ -203,27 +201,26 @@ def table5(quick: bool) -> list[Row]:
         for density in (1.0, 2.0) if quick else (1.0, 1.5, 2.0):
             one = seen(size, steps=steps, density=density)
             name = f"{size} {density:g} times the requests"
-            rows += _three("rose-table5", name, one, _note(size, steps))
+            rows += _three(name, one, _note(size, steps))
     return rows
 
 
-def _three(experiment: str, name: str, one: Seen, note: str) -> list[Row]:
-    row = functools.partial(Row, experiment=experiment)
+def _three(name: str, one: Seen, note: str) -> list[Row]:
     limits = f"{note}; admission grants all that the limits leave, so our tails end close to them"
     return [
-        row(
+        Row(
             row=f"{name}, rollout",
             ours=one.rollout_s,
             unit="s",
             note=f"{note}; {FASTER}",
         ),
-        row(
+        Row(
             row=f"{name}, first token P99",
             ours=one.ttft_ms[1],
             unit="ms",
             note=limits,
         ),
-        row(
+        Row(
             row=f"{name}, time per token P99",
             ours=one.tpot_ms[1],
             unit="ms",
@@ -238,41 +235,40 @@ def fig9(quick: bool) -> list[Row]:
     dual, ttft, tpot = (
         seen("8B", sharing=one, steps=steps) for one in ("cooperative", "ttft", "tpot")
     )
-    row = functools.partial(Row, experiment="rose-fig9")
     note = _note("8B", steps)
     which = f"{note}; the model is not named in the text: 8B is our reading"
     return [
-        row(
+        Row(
             row="time per token P99, lower with both limits than with TPOT alone",
             ours=100 * (1 - dual.tpot_ms[1] / tpot.tpot_ms[1]),
             unit="%",
             note=which,
         ),
-        row(
+        Row(
             row="time per token P99, lower with both limits than with TTFT alone",
             ours=100 * (1 - dual.tpot_ms[1] / ttft.tpot_ms[1]),
             unit="%",
             note=which,
         ),
-        row(
+        Row(
             row="first token P99, lower with both limits than with TPOT alone",
             ours=100 * (1 - dual.ttft_ms[1] / tpot.ttft_ms[1]),
             unit="%",
             note=f"{which}; the text does not say which reduction belongs to which baseline: in "
             "the order of its names",
         ),
-        row(
+        Row(
             row="first token P99, lower with both limits than with TTFT alone",
             ours=100 * (1 - dual.ttft_ms[1] / ttft.ttft_ms[1]),
             unit="%",
             note=f"{which}; as above",
         ),
-        row(
+        Row(
             row="rollout, TTFT alone over both",
             ours=ttft.rollout_s / dual.rollout_s,
             note=f"{note}; published: similar",
         ),
-        row(
+        Row(
             row="rollout, TPOT alone over both",
             ours=tpot.rollout_s / dual.rollout_s,
             note=f"{note}; published: similar",
@@ -281,15 +277,9 @@ def fig9(quick: bool) -> list[Row]:
 
 
 EXPERIMENTS = (
-    Experiment(
-        name="rose-table1", title="Harvesting serving GPUs", source="ROSE Table 1, §6.1", run=table1
-    ),
-    Experiment(name="rose-table2", title="Sharing memory", source="ROSE Table 2, §6.2", run=table2),
-    Experiment(
-        name="rose-table4", title="Lease of cached turns", source="ROSE Table 4, App. C", run=table4
-    ),
-    Experiment(
-        name="rose-table5", title="Requests of users", source="ROSE Table 5, App. D", run=table5
-    ),
-    Experiment(name="rose-fig9", title="Admission", source="ROSE Fig. 9, §6.2", run=fig9),
+    Experiment("rose-table1", "Harvesting serving GPUs", "ROSE Table 1, §6.1", table1),
+    Experiment("rose-table2", "Sharing memory", "ROSE Table 2, §6.2", table2),
+    Experiment("rose-table4", "Lease of cached turns", "ROSE Table 4, App. C", table4),
+    Experiment("rose-table5", "Requests of users", "ROSE Table 5, App. D", table5),
+    Experiment("rose-fig9", "Admission", "ROSE Fig. 9, §6.2", fig9),
 )

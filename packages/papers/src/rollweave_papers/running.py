@@ -121,7 +121,7 @@ def work(name: str, quick: bool) -> Finished:
     rows: tuple[Row, ...] = ()
     error = ""
     try:
-        rows = tuple(experiment.run(quick))
+        rows = tuple(experiment.rows(quick))
     except RollweaveError as problem:
         error = str(problem)
     return Finished(
