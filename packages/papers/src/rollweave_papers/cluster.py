@@ -109,11 +109,7 @@ class Setup(Struct, frozen=True, kw_only=True):
         return RunConfig.model_validate(
             {
                 "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_every": 0},
-                "sim": {
-                    "model": self.model,
-                    "gpu": self.gpu,
-                    "link": self.link,
-                },
+                "sim": {"model": self.model, "gpu": self.gpu, "link": self.link},
                 "tasks": [
                     {
                         "env": task,
@@ -142,15 +138,9 @@ class Setup(Struct, frozen=True, kw_only=True):
                 if self.degrees
                 else None,
                 "trainer": {"ranks": self.trainer_gpus, "colocated": self.colocated},
-                "ablation": {
-                    "policies": self.policies,
-                    "without": self.without,
-                },
+                "ablation": {"policies": self.policies, "without": self.without},
                 "eval": {"final_episodes": 0},
-                "watchdog": {
-                    "turn_s": FOREVER_S,
-                    "train_s": FOREVER_S,
-                },
+                "watchdog": {"turn_s": FOREVER_S, "train_s": FOREVER_S},
             }
         )
 
@@ -430,8 +420,7 @@ class NarrowOutputs:
         plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
         turns = tuple(
             msgspec.structs.replace(
-                turn,
-                output_tokens=max(1, round(self._scale * turn.output_tokens**self._factor)),
+                turn, output_tokens=max(1, round(self._scale * turn.output_tokens**self._factor))
             )
             for turn in plan.turns
         )

@@ -167,11 +167,7 @@ def fig14(quick: bool) -> list[Row]:
                 note = f"{same}; {one.seconds:,.0f} s and {ours.seconds:,.0f} s; {NOT_IN_TEXT}"
                 value = one.seconds / ours.seconds
                 rows.append(
-                    Row(
-                        row=f"{task}: rollout time, {name} over progressive",
-                        ours=value,
-                        note=note,
-                    )
+                    Row(row=f"{task}: rollout time, {name} over progressive", ours=value, note=note)
                 )
         for name, one in runs.items():
             note = "sum over its turns, mean of the steps measured"
@@ -228,14 +224,7 @@ def fig15(quick: bool) -> list[Row]:
         for names, note in (notes | alone).items():
             against = names[1] if len(names) == 2 else "the best baseline with its own priority"
             label = f"{task}: {names[0]} over {against}"
-            rows.append(
-                Row(
-                    row=label,
-                    ours=over(runs, *names),
-                    note=note,
-                    own=names in alone,
-                )
-            )
+            rows.append(Row(row=label, ours=over(runs, *names), note=note, own=names in alone))
     return rows
 
 
@@ -265,21 +254,13 @@ def fig16(quick: bool) -> list[Row]:
         note = f"{scale}; {speeds(runs)}; {NOT_IN_TEXT}"
         why = f"GPUs of a worker: {runs['adaptive'].fleet}; {LINEAR}; {NOT_IN_TEXT}"
         rows += [
-            Row(
-                row=f"{task}: {wide} over Fix-1",
-                ours=over(runs, wide, "Fix-1"),
-                note=note,
-            ),
+            Row(row=f"{task}: {wide} over Fix-1", ours=over(runs, wide, "Fix-1"), note=note),
             Row(
                 row=f"{task}: adaptive over Fix-1",
                 ours=over(runs, "adaptive", "Fix-1"),
                 note=NOT_IN_TEXT,
             ),
-            Row(
-                row=f"{task}: adaptive over {wide}",
-                ours=over(runs, "adaptive", wide),
-                note=why,
-            ),
+            Row(row=f"{task}: adaptive over {wide}", ours=over(runs, "adaptive", wide), note=why),
         ]
     return rows
 

@@ -239,25 +239,9 @@ def fig13(quick: bool) -> list[Row]:
             label, note = LABELS[way]
             for measure, value in (("recall", measured.recall), ("Pearson", measured.pearson)):
                 row = f"{task}, {measure}: {label}"
-                rows.append(
-                    Row(
-                        row=row,
-                        ours=value,
-                        unit="",
-                        note=f"{note}; {size}",
-                        own=True,
-                    )
-                )
+                rows.append(Row(row=row, ours=value, unit="", note=f"{note}; {size}", own=True))
     needs = "missing: text in simulated trajectories, for its regressor of 0.6B to read"
-    return [
-        *rows,
-        Row(
-            row="Heddle's predictor",
-            ours=None,
-            unit="",
-            note=needs,
-        ),
-    ]
+    return [*rows, Row(row="Heddle's predictor", ours=None, unit="", note=needs)]
 
 
 EXPERIMENT = Experiment(

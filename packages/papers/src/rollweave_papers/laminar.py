@@ -127,12 +127,7 @@ def fig11(quick: bool) -> list[Row]:
                 else "mode partial, η = 4 for ∞; best model published 39.2 %"
             )
             rows.append(
-                Row(
-                    row=f"strong scaling, average, {system}",
-                    ours=ours,
-                    unit="%",
-                    note=which,
-                )
+                Row(row=f"strong scaling, average, {system}", ours=ours, unit="%", note=which)
             )
     return rows
 
@@ -199,10 +194,7 @@ def fig10(quick: bool) -> list[Row]:
         under = 100 * sum(share for age, share in shares.items() if age < 3)
         greatest = functools.partial(Row, unit="steps", note=note)
         rows += [
-            greatest(
-                row=f"maximum inherent staleness, {concurrency:,} at once",
-                ours=max(shares),
-            ),
+            greatest(row=f"maximum inherent staleness, {concurrency:,} at once", ours=max(shares)),
             Row(
                 row=f"share under 3 steps, {concurrency:,} at once",
                 ours=under,
@@ -239,18 +231,8 @@ def fig15(quick: bool) -> list[Row]:
             "per second",
             own=True,
         ),
-        Row(
-            row="KV in use with repack",
-            ours=100 * with_it.kv_used,
-            unit="%",
-            note=note,
-        ),
-        Row(
-            row="KV in use without",
-            ours=100 * without.kv_used,
-            unit="%",
-            note=note,
-        ),
+        Row(row="KV in use with repack", ours=100 * with_it.kv_used, unit="%", note=note),
+        Row(row="KV in use without", ours=100 * without.kv_used, unit="%", note=note),
         Row(
             row="overhead of a repack",
             ours=None,
@@ -272,14 +254,7 @@ def fig16(quick: bool) -> list[Row]:
         f"once, and {RESTART_S:.0f} s is our assumed start of an engine there; Laminar's includes "
         "allocating it"
     )
-    rows = [
-        Row(
-            row="recovery",
-            ours=recovery.seconds,
-            unit="s",
-            note=note,
-        )
-    ]
+    rows = [Row(row="recovery", ours=recovery.seconds, unit="s", note=note)]
     if recovery.slowdown is not None:
         rows.append(
             Row(

@@ -182,13 +182,7 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
     )
 
     def saved(row: str, seconds: float, other: float, note: str, *, own: bool = False) -> Row:
-        return Row(
-            row=row,
-            ours=100 * (1 - seconds / other),
-            unit="%",
-            note=note,
-            own=own,
-        )
+        return Row(row=row, ours=100 * (1 - seconds / other), unit="%", note=note, own=own)
 
     return [
         Row(

@@ -60,18 +60,8 @@ def table3(quick: bool) -> list[Row]:
     for name, measured in (("full", full), ("no efficient bash", slow)):
         busy = 100 * measured.outcome.idle("engines")["busy"]
         rows += [
-            Row(
-                row=f"{name}, throughput",
-                ours=rate(measured),
-                unit="instances/s",
-                note=note,
-            ),
-            Row(
-                row=f"{name}, GPU utilization",
-                ours=busy,
-                unit="%",
-                note=note,
-            ),
+            Row(row=f"{name}, throughput", ours=rate(measured), unit="instances/s", note=note),
+            Row(row=f"{name}, GPU utilization", ours=busy, unit="%", note=note),
         ]
     rows.append(
         Row(
@@ -86,12 +76,7 @@ def table3(quick: bool) -> list[Row]:
         ("no clean-up", "obsolete jobs that continue; ours are always cancelled"),
     ):
         rows += [
-            Row(
-                row=f"{name}, {what}",
-                ours=None,
-                unit=unit,
-                note=f"to be built: {missing}",
-            )
+            Row(row=f"{name}, {what}", ours=None, unit=unit, note=f"to be built: {missing}")
             for what, unit in (("throughput", "instances/s"), ("GPU utilization", "%"))
         ]
     return rows

@@ -120,19 +120,11 @@ def fig4(quick: bool) -> list[Row]:
             for size, value in lake.items()
         ),
         *(
-            Row(
-                row=f"FrozenLake without prefix caching, batch {size}",
-                ours=value,
-                note=note,
-            )
+            Row(row=f"FrozenLake without prefix caching, batch {size}", ours=value, note=note)
             for size, value in uncached.items()
         ),
         *(
-            Row(
-                row=f"GEM-math, H20 time over H800 time, batch {size}",
-                ours=value,
-                note=note,
-            )
+            Row(row=f"GEM-math, H20 time over H800 time, batch {size}", ours=value, note=note)
             for size, value in math_ratios.items()
         ),
     ]
@@ -335,11 +327,7 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
         "old, which larger bounds avoid"
     )
     return [
-        Row(
-            row=f"{size} step time, α=1 over the best α",
-            ours=max(1.0, *gains.values()),
-            note=why,
-        ),
+        Row(row=f"{size} step time, α=1 over the best α", ours=max(1.0, *gains.values()), note=why),
         *(
             Row(row=f"{size}, α=1 over α={alpha}", ours=gain, note=note)
             for alpha, gain in gains.items()

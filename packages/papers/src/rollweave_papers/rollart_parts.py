@@ -123,12 +123,7 @@ def fig12(quick: bool) -> list[Row]:
         "assumption: each judging GPU gives one verdict at a time, which takes the family's seconds"
     )
     return [
-        row(
-            row="rollout, local judges",
-            ours=seconds["local"],
-            unit="s",
-            note=one_by_one,
-        ),
+        row(row="rollout, local judges", ours=seconds["local"], unit="s", note=one_by_one),
         row(row="rollout, serverless judges", ours=seconds["serverless"], unit="s"),
         row(
             row="local over serverless",
@@ -141,12 +136,7 @@ def fig12(quick: bool) -> list[Row]:
             ours=seconds["local, each"] / seconds["serverless, each"],
             note="the other reading of the text",
         ),
-        row(
-            row="utilization of judging GPUs, local",
-            ours=100 * used,
-            unit="%",
-            note=one_by_one,
-        ),
+        row(row="utilization of judging GPUs, local", ours=100 * used, unit="%", note=one_by_one),
         row(
             row="utilization of judging GPUs, serverless",
             ours=100 * statistics.fmean(shares_used),
@@ -175,10 +165,7 @@ def table3(quick: bool) -> list[Row]:
     )
     return [
         Row(
-            row=f"{size} over {name}",
-            ours=trainer(size, over=way).publish_s(),
-            unit="s",
-            note=note,
+            row=f"{size} over {name}", ours=trainer(size, over=way).publish_s(), unit="s", note=note
         )
         for size in MODELS
         for name, way in (("TCP", "ethernet"), ("RDMA", "rdma"))
@@ -367,11 +354,7 @@ def fig14b(quick: bool) -> list[Row]:
             f"the groups and members; {LONG_TAIL}",
         ),
         *(
-            Row(
-                row=f"{more} more groups, {extra} more members",
-                ours=gain,
-                note=note,
-            )
+            Row(row=f"{more} more groups, {extra} more members", ours=gain, note=note)
             for (more, extra), gain in gains.items()
         ),
         *(
@@ -444,12 +427,7 @@ def table5(quick: bool) -> list[Row]:
         for nodes in ("2P2D",) if quick else NODES:
             ours = phases_s(size, nodes, steps=steps)
             rows += [
-                Row(
-                    row=f"{size} {nodes}, {name}",
-                    ours=seconds,
-                    unit="s",
-                    note=note,
-                )
+                Row(row=f"{size} {nodes}, {name}", ours=seconds, unit="s", note=note)
                 for name, seconds in (
                     ("disaggregated", ours.split),
                     ("collocated", ours.collocated),

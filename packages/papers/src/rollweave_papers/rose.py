@@ -77,11 +77,7 @@ def fig1c(quick: bool) -> list[Row]:
     )
     note = f"{mean_of(steps, 'rollout')}; as many sequences at once as vLLM's default"
     rows = [
-        Row(
-            row="rollout without over with prefix caching, 8 GPUs",
-            ours=bare / eight,
-            note=note,
-        ),
+        Row(row="rollout without over with prefix caching, 8 GPUs", ours=bare / eight, note=note),
         Row(
             row="rollout on 8 GPUs",
             ours=eight,

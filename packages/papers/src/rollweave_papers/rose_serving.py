@@ -126,10 +126,7 @@ def table1(quick: bool) -> list[Row]:
                     note=f"{note}; {FASTER}",
                 ),
                 Row(
-                    row=f"{size} {name}, first token P99",
-                    ours=one.ttft_ms[1],
-                    unit="ms",
-                    note=why,
+                    row=f"{size} {name}, first token P99", ours=one.ttft_ms[1], unit="ms", note=why
                 ),
             ]
             if sharing != "cooperative":
@@ -208,24 +205,9 @@ def table5(quick: bool) -> list[Row]:
 def _three(name: str, one: Seen, note: str) -> list[Row]:
     limits = f"{note}; admission grants all that the limits leave, so our tails end close to them"
     return [
-        Row(
-            row=f"{name}, rollout",
-            ours=one.rollout_s,
-            unit="s",
-            note=f"{note}; {FASTER}",
-        ),
-        Row(
-            row=f"{name}, first token P99",
-            ours=one.ttft_ms[1],
-            unit="ms",
-            note=limits,
-        ),
-        Row(
-            row=f"{name}, time per token P99",
-            ours=one.tpot_ms[1],
-            unit="ms",
-            note=limits,
-        ),
+        Row(row=f"{name}, rollout", ours=one.rollout_s, unit="s", note=f"{note}; {FASTER}"),
+        Row(row=f"{name}, first token P99", ours=one.ttft_ms[1], unit="ms", note=limits),
+        Row(row=f"{name}, time per token P99", ours=one.tpot_ms[1], unit="ms", note=limits),
     ]
 
 
