@@ -27,7 +27,7 @@ from rollweave.envs.threads import (
     type_name,
 )
 from rollweave.schema.base import copied
-from rollweave.schema.errors import EnvError, Interrupted, RewardError
+from rollweave.schema.errors import EnvError, Interrupted, RewardError, RollweaveError
 from rollweave.schema.text import shortened, valid, valid_tree
 from rollweave.schema.work import Task
 
@@ -71,13 +71,7 @@ class GuardedEnv:
     All methods raise `EnvError` and nothing else.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: Options,
-        *,
-        via: Caller = call_inline,
-    ) -> None:
+    def __init__(self, name: str, options: Options, *, via: Caller = call_inline) -> None:
         try:
             env = resolve(name)(**copied(dict(options)))
         except Interrupted:
@@ -129,21 +123,12 @@ class GuardedEnv:
             )
 
     async def _called(self, method: str, *arguments: Any, **more: Any) -> Any:
-        task = running_task()
-        try:
+        async def call() -> Any:
             if method == "close" and getattr(self._env, "close", None) is None:
                 return None
             return await self._via(partial(getattr(self._env, method), **more), *arguments)
-        except asyncio.CancelledError as error:
-            if _asked_to_cancel():
-                raise
-            raise EnvError(describe_error(method, error)) from error
-        except Interrupted:
-            raise
-        except USER_EXCEPTIONS as error:
-            if _is_closing(error, task):
-                raise
-            raise EnvError(describe_error(method, error)) from error
+
+        return await _guarded(call(), method, EnvError)
 
 
 def takes_finish_reason(env: Any) -> bool:
@@ -156,11 +141,7 @@ def takes_finish_reason(env: Any) -> bool:
 
 
 async def score_episode(
-    name: str,
-    options: Options,
-    episode: Episode,
-    *,
-    via: Caller = call_inline,
+    name: str, options: Options, episode: Episode, *, via: Caller = call_inline
 ) -> Score:
     """Return the reward of an episode: from the class's `score`, otherwise the sum of
     the steps' rewards. Raises RewardError.
@@ -179,19 +160,24 @@ async def reward_from(call: Awaitable[Any], what: str) -> Any:
     """Await user code that computes a reward. Raises RewardError, which says that
     `what` raised the error.
     """
+    return await _guarded(call, what, RewardError)
+
+
+async def _guarded(call: Awaitable[Any], what: str, kind: type[RollweaveError]) -> Any:
+    """Await user code, and turn what it raises into an error of this `kind`."""
     task = running_task()
     try:
         return await call
     except asyncio.CancelledError as error:
         if _asked_to_cancel():
             raise
-        raise RewardError(describe_error(what, error)) from error
+        raise kind(describe_error(what, error)) from error
     except Interrupted:
         raise
     except USER_EXCEPTIONS as error:
         if _is_closing(error, task):
             raise
-        raise RewardError(describe_error(what, error)) from error
+        raise kind(describe_error(what, error)) from error
 
 
 def checked_score(value: Any, method: str, *, success: bool | None) -> Score:

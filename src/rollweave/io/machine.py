@@ -37,13 +37,8 @@ def memory_bytes() -> tuple[int, int]:
     """Return total and available main memory in bytes, within the container's limit if
     any; zeros if unknown.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    sizes = {
-        line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")
-    }
+    lines = [line for line in _lines("/proc/meminfo") if line.endswith("kB")]
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and limit < total:
@@ -52,11 +47,16 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _cgroup(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
+    text = "".join(_lines(f"/sys/fs/cgroup/{name}")).strip()
     return int(text) if text.isdecimal() else None
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file of the kernel; none if there is no such file."""
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def gpu_memory(device: str) -> tuple[int, int]:
@@ -90,22 +90,16 @@ def describe() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
     return platform.processor() or "unknown"
 
 
 @functools.cache
 def has_bfloat16() -> bool:
     """Return whether this CPU has instructions for products of bfloat16."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return False
+    lines = _lines("/proc/cpuinfo")
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not BFLOAT16_FLAGS.isdisjoint(flags.split())
 

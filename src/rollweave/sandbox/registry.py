@@ -88,18 +88,8 @@ def server_command(
     An agent could make such a path, and code there would run in the server of every
     sandbox that starts from the agent's writes.
     """
-    packed = json.dumps(limits, sort_keys=True)
-    return [
-        python,
-        "-I",
-        "-S",
-        f"{support}/boot.py",
-        packed,
-        workdir,
-        f"{support}/inside",
-        "--fd",
-        str(CHANNEL_FD),
-    ]
+    packed, server = json.dumps(limits, sort_keys=True), [f"{support}/inside", "--fd"]
+    return [python, "-I", "-S", f"{support}/boot.py", packed, workdir, *server, str(CHANNEL_FD)]
 
 
 def bubblewrap_command(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list[str]:
@@ -116,13 +106,7 @@ def bubblewrap_command(spec: SandboxSpec, *, bwrap: str, root: str, python: str)
     argv += ["--unshare-uts", "--unshare-cgroup", "--disable-userns", "--assert-userns-disabled"]
     argv += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", spec.hostname]
     argv += ["--seccomp", str(SECCOMP_FD), "--bind", root, "/", "--dev-bind", f"{root}/dev", "/dev"]
-    argv += [
-        "--proc",
-        "/proc",
-        "--ro-bind",
-        "/proc/sys",
-        "/proc/sys",
-    ]
+    argv += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
     for name in masked():
         argv += ["--ro-bind", "/dev/null", f"/proc/{name}"]
     argv += ["--remount-ro", "/proc", "--clearenv"]
@@ -148,15 +132,8 @@ def apptainer_command(spec: SandboxSpec, *, runtime: str, support: str) -> list[
     argv = [runtime, "exec", "--containall", "--cleanenv", "--no-home", "--writable-tmpfs"]
     argv += ["--fakeroot"] if spec.fakeroot else []
     argv += [] if spec.network else ["--net", "--network", "none"]
-    argv += [
-        "--uts",
-        "--hostname",
-        spec.hostname,
-        "--bind",
-        f"{support}:{SUPPORT}:ro",
-        "--pwd",
-        "/",
-    ]
+    argv += ["--uts", "--hostname", spec.hostname, "--bind", f"{support}:{SUPPORT}:ro"]
+    argv += ["--pwd", "/"]
     for name, value in spec.environment().items():
         argv += ["--env", f"{name}={value}"]
     return [*argv, spec.image, *server_command(rlimits(spec.limits), spec.workdir)]

@@ -35,11 +35,9 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     "io_uring_setup": (425, 425, _ENOSYS),
     "io_uring_enter": (426, 426, _ENOSYS),
     "io_uring_register": (427, 427, _ENOSYS),
-    "clone3": (
-        435,
-        435,
-        _ENOSYS,
-    ),  # its flags are in memory, where a filter cannot look; the C library falls back to clone
+    # Its flags are in memory, where a filter cannot look; the C library falls back to
+    # clone.
+    "clone3": (435, 435, _ENOSYS),
     "memfd_create": (319, 279, _ENOSYS),
     "memfd_secret": (447, 447, _ENOSYS),
     "shmget": (29, 194, _ENOSYS),

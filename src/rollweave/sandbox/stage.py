@@ -16,11 +16,12 @@ import errno
 import os
 import signal
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollweave.sandbox import kernel
 from rollweave.sandbox.kernel import mount_devices
-from rollweave.sandbox.layers import Copy, remove
+from rollweave.sandbox.layers import Copy, closing_fd, remove
 
 INODE_BYTES = 8192
 """Bytes of disk space for each permitted file: the kernel needs about 1 kB for an empty
@@ -36,6 +37,7 @@ instances.
 """
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = (
     "index=off,xino=off",
     "metacopy=off,redirect_dir=off",
@@ -158,13 +160,11 @@ def _mount_layers(root: Root, place: str, uid: int | None) -> str:
 
 
 def _copy_layers(root: Root, target: str, owner: int) -> None:
-    to = os.open(target, _FOLDER)
     copy = Copy(limit_bytes=root.disk_bytes, flatten=True, owner=owner)
-    for layer in reversed(root.layers):
-        source = os.open(layer, _FOLDER)
-        copy.run(source, to)
-        os.close(source)
-    os.close(to)
+    with closing_fd(os.open(target, _FOLDER)) as to:
+        for layer in reversed(root.layers):
+            with closing_fd(os.open(layer, _FOLDER)) as source:
+                copy.run(source, to)
 
 
 def _bind_mapped(layer: str, target: str, uid: int) -> None:
@@ -173,11 +173,10 @@ def _bind_mapped(layer: str, target: str, uid: int) -> None:
     """
     owner = os.stat(layer)
     try:
-        namespace = _mapping(f"{owner.st_uid} {uid} 1", f"{owner.st_gid} {uid} 1")
-        try:
+        with closing_fd(
+            _mapping(f"{owner.st_uid} {uid} 1", f"{owner.st_gid} {uid} 1")
+        ) as namespace:
             kernel.bind_as(layer, target, namespace)
-        finally:
-            os.close(namespace)
     except OSError:  # without a mapping of owners, files are readable as their modes allow
         kernel.mount(layer, target, flags=kernel.MS_BIND)
 
@@ -209,82 +208,75 @@ def _mapping(uids: str, gids: str) -> int:
 
 
 def _populate(root: Root, path: str, owner: int) -> None:
-    top = os.open(path, _FOLDER)
-    os.fchown(top, owner, owner)
-    for name in ("proc", "dev", "sys"):
-        os.close(ensure_folder(top, name, owner))
-    temporary = ensure_folder(top, "tmp", owner)
-    os.fchmod(temporary, 0o1777)
-    os.close(temporary)
-    mounts = [*root.binds, *(("", where) for where in root.hidden)]
-    # A folder is mounted before the mounts in it.
-    for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):
-        if source:
-            _bind(source, where, top, owner)
-        else:
-            _mount_empty(where, top, owner)
-    for link_target, link in root.links:
-        folder, name = _parent(top, link, owner)
+    with closing_fd(os.open(path, _FOLDER)) as top:
+        os.fchown(top, owner, owner)
+        for name in ("proc", "dev", "sys"):
+            os.close(ensure_folder(top, name, owner))
+        with closing_fd(ensure_folder(top, "tmp", owner)) as temporary:
+            os.fchmod(temporary, 0o1777)
+        mounts = [*root.binds, *(("", where) for where in root.hidden)]
+        # A folder is mounted before the mounts in it.
+        for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):
+            if source:
+                _bind(source, where, top, owner)
+            else:
+                _mount_empty(where, top, owner)
+        for link_target, link in root.links:
+            with _replaced(top, link, owner) as (folder, name):
+                os.symlink(link_target, name, dir_fd=folder)
+        for file, text in root.files.items():
+            with (
+                _replaced(top, file, owner) as (folder, name),
+                closing_fd(os.open(name, _NEW_FILE, 0o644, dir_fd=folder)) as made,
+            ):
+                os.write(made, text.encode())
+        for where in root.hidden:
+            _seal(where, top)
+        for path_inside in root.folders:
+            _make_if_missing(top, path_inside, owner)
+
+
+@contextlib.contextmanager
+def _replaced(top: int, path: str, owner: int) -> Iterator[tuple[int, str]]:
+    """Remove what is at the path; yield the open folder in which to make something
+    else, and its name there.
+    """
+    folder, name = _parent(top, path, owner)
+    with closing_fd(folder):
         remove(name, folder)
-        os.symlink(link_target, name, dir_fd=folder)
-        os.close(folder)
-    for file, text in root.files.items():
-        folder, name = _parent(top, file, owner)
-        remove(name, folder)
-        made = os.open(
-            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder
-        )
-        os.write(made, text.encode())
-        os.close(made)
-        os.close(folder)
-    for where in root.hidden:
-        _seal(where, top)
-    for path_inside in root.folders:
-        _make_if_missing(top, path_inside, owner)
-    os.close(top)
+        yield folder, name
 
 
 def _bind(source: str, where: str, top: int, owner: int) -> None:
-    target = ensure_folder(top, where, owner)
-    try:
-        kernel.bind_read_only(source, target)
-        os.close(target)
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM):
-            raise
-    # A kernel before 5.12, or a filter of system calls that does not know the new
-    # calls.
-    at = f"/proc/self/fd/{target}"  # by descriptor, so that no path is resolved again
-    kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
-    os.close(target)
-    target = ensure_folder(top, where, owner)  # the folder that is mounted there now
-    at = f"/proc/self/fd/{target}"
-    locked = _locked_flags(at)
-    kernel.mount(
-        "none",
-        at,
-        flags=_READ_ONLY | kernel.MS_NODEV | locked,
-    )
-    os.close(target)
+    with closing_fd(ensure_folder(top, where, owner)) as target:
+        try:
+            kernel.bind_read_only(source, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):
+                raise
+        # A kernel before 5.12, or a filter of system calls that does not know the new
+        # calls. The mount is by descriptor, so that no path is resolved again.
+        kernel.mount(source, f"/proc/self/fd/{target}", flags=kernel.MS_BIND | kernel.MS_REC)
+    # The folder is now the mounted one.
+    with closing_fd(ensure_folder(top, where, owner)) as target:
+        at = f"/proc/self/fd/{target}"
+        kernel.mount("none", at, flags=_READ_ONLY | kernel.MS_NODEV | _locked_flags(at))
 
 
 def _mount_empty(where: str, top: int, owner: int) -> None:
     """Mount a folder with room for mount points only; `_seal` makes it read-only once
     the mount points are made.
     """
-    target = ensure_folder(top, where, owner)
     options = f"size=4k,nr_inodes={EMPTY_INODES},mode=0755"
-    kernel.mount(
-        "tmpfs", f"/proc/self/fd/{target}", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options
-    )
-    os.close(target)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    with closing_fd(ensure_folder(top, where, owner)) as target:
+        kernel.mount("tmpfs", f"/proc/self/fd/{target}", "tmpfs", flags, options)
 
 
 def _seal(where: str, top: int) -> None:
-    target = ensure_folder(top, where)
-    kernel.mount("none", f"/proc/self/fd/{target}", flags=_READ_ONLY | kernel.MS_NODEV)
-    os.close(target)
+    with closing_fd(ensure_folder(top, where)) as target:
+        kernel.mount("none", f"/proc/self/fd/{target}", flags=_READ_ONLY | kernel.MS_NODEV)
 
 
 def _locked_flags(path: str) -> int:

@@ -27,6 +27,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from rollweave.io.http.fields import openai_error
 from rollweave.sandbox.base import MIB, Sandbox
 from rollweave.sandbox.channel import Reply, fields_of
 from rollweave.sandbox.inside.http1 import BODY_BYTES, METHODS
@@ -211,10 +212,7 @@ class _Tunnel:
                     f"it sent a part of request {event.number}, which is over"
                 )
             request = _Request(
-                number=event.number,
-                method=event.method,
-                target=event.target,
-                headers=event.headers,
+                number=event.number, method=event.method, target=event.target, headers=event.headers
             )
         elif event.method or event.number != request.number:
             raise SandboxSpoiledError(
@@ -281,10 +279,7 @@ class _Tunnel:
         return None
 
     async def _refuse(self, request: _Request, status: int, why: str) -> None:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = json.dumps(
-            {"error": {"message": why, "type": kind, "param": None, "code": None}}
-        ).encode()
+        body = json.dumps(openai_error(status, why)).encode()
         await self._send(
             request, body, last=True, status=status, headers={"content-type": "application/json"}
         )
