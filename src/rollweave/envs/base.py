@@ -71,13 +71,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     state_key: str = ""
 
     @classmethod
-    def of(
-        cls,
-        content: str,
-        *,
-        role: Role = "user",
-        state_key: str = "",
-    ) -> Self:
+    def of(cls, content: str, *, role: Role = "user", state_key: str = "") -> Self:
         """Return an observation of one message."""
         return cls(messages=(Message(role=role, content=content),), state_key=state_key)
 

@@ -108,12 +108,7 @@ class IsolatedEnv:
                     await env.close()
                 return Done()
             case Evaluate(spec=spec, episode=episode):
-                score = await score_episode(
-                    spec.env,
-                    spec.options,
-                    episode,
-                    via=self._via,
-                )
+                score = await score_episode(spec.env, spec.options, episode, via=self._via)
                 return Scored(score=score)
             case _:
                 assert_never(command)

@@ -318,10 +318,7 @@ class ImageSupply:
         reference = image.reference
         assert reference.recipe is not None, "there is something to build"
         digest = await self._cache.images.build(
-            reference.recipe,
-            backend=backend(),
-            mode=reference.mode,
-            relative_to=reference.place,
+            reference.recipe, backend=backend(), mode=reference.mode, relative_to=reference.place
         )
         wait.what = "unpacking it"
         await self._store(digest, lambda: None)

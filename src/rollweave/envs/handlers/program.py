@@ -28,12 +28,7 @@ import msgspec
 
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
-from rollweave.envs.handlers.sandboxes import (
-    SandboxHandler,
-    StartsSandboxes,
-    check_seen,
-    forget,
-)
+from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, check_seen, forget
 from rollweave.envs.handlers.toolbox import check_positive
 from rollweave.envs.jsonl import draw_record, numbered_records, record_at
 from rollweave.envs.registry import load

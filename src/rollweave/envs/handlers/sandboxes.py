@@ -17,14 +17,7 @@ from typing import Protocol
 import msgspec
 
 from rollweave.envs.base import Options, Score
-from rollweave.sandbox.base import (
-    Backend,
-    ExecResult,
-    Sandbox,
-    SandboxSpec,
-    Snapshot,
-    is_reference,
-)
+from rollweave.sandbox.base import Backend, ExecResult, Sandbox, SandboxSpec, Snapshot, is_reference
 from rollweave.sandbox.folders import check_folder
 from rollweave.sandbox.image_cache import Lease
 from rollweave.sandbox.packages import distributions

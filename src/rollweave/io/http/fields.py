@@ -63,14 +63,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
         "truncate_prompt_tokens truncation_side"
     ),
     **_each(
-        "chat_template_kwargs media_io_kwargs mm_processor_kwargs reasoning session_params",
-        {},
+        "chat_template_kwargs media_io_kwargs mm_processor_kwargs reasoning session_params", {}
     ),
     "documents": ([],),
     # What the answer holds.
     **_each(
-        "include_reasoning return_mm_kwargs spaces_between_special_tokens stream_reasoning",
-        True,
+        "include_reasoning return_mm_kwargs spaces_between_special_tokens stream_reasoning", True
     ),
     **_each(
         "include_stop_str_in_output no_stop_trim return_cached_tokens_details "

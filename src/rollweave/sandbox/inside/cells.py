@@ -20,17 +20,7 @@ import subprocess
 import sys
 from typing import Any
 
-from .frames import (
-    Call,
-    Deadline,
-    Failed,
-    FrameDecoder,
-    FrameError,
-    Refused,
-    Result,
-    Stop,
-    pack,
-)
+from .frames import Call, Deadline, Failed, FrameDecoder, FrameError, Refused, Result, Stop, pack
 from .processes import end_session, fork, signal_group, start
 from .shell import SURROUNDINGS
 from .streams import (

@@ -27,15 +27,7 @@ from typing import Any
 
 from .frames import Call, Deadline, Failed, Refused, Result, Stop
 from .processes import end_session, signal_group, start
-from .streams import (
-    BackgroundReader,
-    Outbox,
-    OutputBuffer,
-    Session,
-    TappedStream,
-    Watch,
-    converse,
-)
+from .streams import BackgroundReader, Outbox, OutputBuffer, Session, TappedStream, Watch, converse
 
 START_S = 10.0
 """Maximum seconds until a shell has started, on a heavily loaded machine."""
