@@ -235,9 +235,7 @@ async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
     assert len(of.processes) == 0
 
 
-async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(tmp_path: Path) -> None:
     hanging = {
         **ECHO,
         "env": "tests.support.faulty:FaultyGame",

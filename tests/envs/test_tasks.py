@@ -21,11 +21,7 @@ from rollweave.train.scratch import CHAT_TEMPLATE, TURN_END, build_tokenizer
 
 from .worlds import HERE, draw, source
 
-GAMES = (
-    {"env": "frozenlake"},
-    {"env": "calculator"},
-    {"env": "nim", "tag": "game"},
-)
+GAMES = ({"env": "frozenlake"}, {"env": "calculator"}, {"env": "nim", "tag": "game"})
 
 
 def codec(of: TaskSource) -> ChatCodec:

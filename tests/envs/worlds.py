@@ -1,9 +1,11 @@
 """Environments and configurations for the tests of this package."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,7 @@ HERE = f"{__name__}:"
 
 def config(*tasks: dict[str, Any], seed: int = 0) -> RunConfig:
     return RunConfig.model_validate(
-        {
-            "run": {"name": "test", "seed": seed},
-            "model": {"path": "none"},
-            "tasks": tasks,
-        }
+        {"run": {"name": "test", "seed": seed}, "model": {"path": "none"}, "tasks": tasks}
     )
 
 
@@ -94,59 +92,19 @@ class Echo:
         return Observation.of(f"{self.greeting} {task.seed}")
 
     def step(self, action: str) -> Any:
+        if action in RAISED:
+            raise RAISED[action]()
+        if action in RETURNED:
+            return RETURNED[action]()
         match action:
-            case "raise":
-                raise KeyError("lost key")
-            case "exit":
-                raise SystemExit(3)
-            case "interrupt":
-                raise KeyboardInterrupt
-            case "cancelled":
-                raise asyncio.CancelledError
-            case "closed":
-                raise GeneratorExit("not of ours")
-            case "untraceable":
-                raise Untraceable("x")
-            case "unanswering":
-                return Unanswering()
-            case "unconvertible":
-                return Step.of("x", reward=Unconvertible())  # type: ignore[arg-type]
-            case "base":
-                raise Foreign("of another library")
-            case "speechless":
-                raise Speechless
-            case "none":
-                return None
-            case "nan":
-                return Step.of("x", reward=float("nan"))
-            case "vast":
-                return Step.of("x", reward=-1e300)
-            case "wrong type":
-                return Step.of(3)  # type: ignore[arg-type]
-            case "wrong role":
-                return Step(messages=(Message(role="judge", content="x"),))  # type: ignore[arg-type]
-            case "silent":
-                return Step()
-            case "numpy":
-                return Step.of("np", reward=np.float32(0.5), done=np.bool_(True))  # type: ignore[arg-type]
-            case "list":
-                return Step(messages=[Message(role="user", content="a")])  # type: ignore[arg-type]
             case "die":
-                import os
-
                 os._exit(7)
             case "block":
                 time.sleep(3600)
             case "spawn":
                 return Step.of(str(subprocess.Popen(["sleep", "3600"]).pid))
-            case "unshowable":
-                return Unshowable()
-        return Step.of(
-            f"you said {action}",
-            reward=0.25,
-            done=action == "end",
-            success=True if action == "end" else None,
-        )
+        done = action == "end"
+        return Step.of(f"you said {action}", reward=0.25, done=done, success=done or None)
 
 
 class Listener(Echo):
@@ -169,6 +127,52 @@ class SpeechlessStop(StopIteration):
 class Unshowable:
     def __repr__(self) -> str:
         raise RuntimeError("no")
+
+
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "raise": lambda: KeyError("lost key"),
+    "exit": lambda: SystemExit(3),
+    "interrupt": KeyboardInterrupt,
+    "cancelled": asyncio.CancelledError,
+    "closed": lambda: GeneratorExit("not of ours"),
+    "untraceable": lambda: Untraceable("x"),
+    "base": lambda: Foreign("of another library"),
+    "speechless": Speechless,
+}
+"""What a step of `Echo` raises, by the agent's message."""
+
+RETURNED: dict[str, Callable[[], Any]] = {
+    "unanswering": Unanswering,
+    "unconvertible": lambda: Step.of("x", reward=Unconvertible()),  # type: ignore[arg-type]
+    "none": lambda: None,
+    "nan": lambda: Step.of("x", reward=float("nan")),
+    "vast": lambda: Step.of("x", reward=-1e300),
+    "wrong type": lambda: Step.of(3),  # type: ignore[arg-type]
+    "wrong role": lambda: Step(messages=(Message(role="judge", content="x"),)),  # type: ignore[arg-type]
+    "silent": Step,
+    "numpy": lambda: Step.of("np", reward=np.float32(0.5), done=np.bool_(True)),  # type: ignore[arg-type]
+    "list": lambda: Step(messages=[Message(role="user", content="a")]),  # type: ignore[arg-type]
+    "unshowable": Unshowable,
+}
+"""What it returns."""
+
+SCORES_RAISED: dict[str, Callable[[], BaseException]] = {
+    "raise": lambda: ValueError("bad"),
+    "cancelled": asyncio.CancelledError,
+    "stop": StopIteration,
+    "stop speechless": SpeechlessStop,
+    "closed": lambda: GeneratorExit("not of ours"),
+}
+SCORES: dict[str, Callable[[], Any]] = {
+    "unanswering": Unanswering,
+    "unconvertible": Unconvertible,
+    "score": lambda: Score(reward=2.0, success=True),
+    "none": lambda: None,
+    "nan": lambda: float("nan"),
+    "numpy": lambda: np.float32(0.5),
+    "true": lambda: True,
+}
+"""What the reward of `Scored` raises and returns."""
 
 
 class AsyncEcho:
@@ -197,27 +201,11 @@ class Scored(Echo):
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:
         action = episode.actions()[0]
-        if action == "raise":
-            raise ValueError("bad")
-        if action == "cancelled":
-            raise asyncio.CancelledError
-        if action == "stop":
-            raise StopIteration
-        if action == "stop speechless":
-            raise SpeechlessStop
-        if action == "closed":
-            raise GeneratorExit("not of ours")
-        if action == "unanswering":
-            return Unanswering()
-        if action == "unconvertible":
-            return Unconvertible()
+        if action in SCORES_RAISED:
+            raise SCORES_RAISED[action]()
         if action == "block":
             time.sleep(3600)
-        if action == "score":
-            return Score(reward=2.0, success=True)
-        return {"none": None, "nan": float("nan"), "numpy": np.float32(0.5), "true": True}.get(
-            action, 0.75
-        )
+        return SCORES[action]() if action in SCORES else 0.75
 
 
 class AsyncScored(Echo):

@@ -62,9 +62,7 @@ def _read(folder: Path, *names: str) -> int:
 
 @pytest.mark.variants
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_sandbox_and_its_branches_have_limited_groups_that_end_with_them(
-    name: str,
-) -> None:
+async def test_a_sandbox_and_its_branches_have_limited_groups_that_end_with_them(name: str) -> None:
     needs_groups()
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=LIMITS))

@@ -17,7 +17,7 @@ from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.registry import Plain
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
-from tests.support.sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python
+from tests.support.sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python, sh
 from tests.support.variants import mostly_extended
 
 WITHOUT_ZYGOTE = pytest.mark.parametrize(
@@ -41,13 +41,8 @@ async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
 async def test_a_program_runs_and_its_result_is_complete(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     result = await sandbox.exec(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\0\xff")
-    assert (result.rc, result.stdout, result.stderr, result.timed_out, result.truncated) == (
-        3,
-        b"in\0\xff",
-        b"err\n",
-        False,
-        False,
-    )
+    assert (result.rc, result.stdout, result.stderr) == (3, b"in\0\xff", b"err\n")
+    assert (result.timed_out, result.truncated) == (False, False)
     await sandbox.stop()
     assert sandbox.ended == "stopped"
 
@@ -56,13 +51,10 @@ async def test_a_program_runs_and_its_result_is_complete(backend: Backend) -> No
 async def test_files_round_trip_and_commands_see_them(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     data = os.urandom(3 * MIB)
-    home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
+    home = (await sh(sandbox, "pwd")).strip()
     await sandbox.write(f"{home}/a", data, mode=0o700)
     assert await sandbox.read(f"{home}/a", limit=4 * MIB) == data
-    assert (await sandbox.exec(["sh", "-c", "wc -c < a; stat -c %a a"])).stdout.split() == [
-        b"%d" % len(data),
-        b"700",
-    ]
+    assert (await sh(sandbox, "wc -c < a; stat -c %a a")).split() == [str(len(data)), "700"]
     with pytest.raises(SandboxError):
         await sandbox.read(f"{home}/a", limit=MIB)
     with pytest.raises(SandboxError):
@@ -84,14 +76,11 @@ async def test_files_of_any_size_arrive_in_parts(
     await sandbox.exec(["mkdir", "folder"])
     with pytest.raises(SandboxRefusedError, match="path must be a regular file"):
         await sandbox.write("folder", bytes(1001))
-    listed = await sandbox.exec(["sh", "-c", "stat -c %a big; ls -A"])
-    assert listed.stdout.split() == [b"750", b"big", b"folder"]
+    assert (await sh(sandbox, "stat -c %a big; ls -A")).split() == ["750", "big", "folder"]
 
 
 @pytest.mark.variants
-async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(
-    backend: Backend,
-) -> None:
+async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec())
     big = bytes((64 << 20) + 1)
     await sandbox.write("big", big)
@@ -139,21 +128,13 @@ async def test_sandboxes_do_not_see_each_others_files(backend: Backend) -> None:
 
 async def test_a_stop_sends_sigterm_before_sigkill(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
-    polite = asyncio.create_task(
-        sandbox.exec(
-            [
-                "sh",
-                "-c",
-                "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done",
-            ]
-        )
-    )
+    loop = "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done"
+    polite = asyncio.create_task(sh(sandbox, loop))
     await _up(sandbox)
     writes = os.dup(sandbox._handle.writes)  # type: ignore[attr-defined]
     await sandbox.stop(grace_s=60.0)
     await asyncio.gather(polite, return_exceptions=True)
-    home = "home/agent"
-    assert _read(writes, f"{home}/bye") == b"bye\n"
+    assert _read(writes, "home/agent/bye") == b"bye\n"
     with pytest.raises(SandboxLostError, match="stopped"):
         await sandbox.exec(["true"])
 
@@ -161,9 +142,8 @@ async def test_a_stop_sends_sigterm_before_sigkill(backend: Backend) -> None:
 @WITHOUT_ZYGOTE
 async def test_a_stop_kills_commands_that_ignore_sigterm(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
-    deaf = asyncio.create_task(
-        sandbox.exec(["sh", "-c", "trap '' TERM; echo up > up; while :; do sleep 0.01; done"])
-    )
+    loop = "trap '' TERM; echo up > up; while :; do sleep 0.01; done"
+    deaf = asyncio.create_task(sh(sandbox, loop))
     await _up(sandbox)
     pid = sandbox.pid  # type: ignore[attr-defined]
     tree = _tree(pid)
@@ -176,9 +156,7 @@ async def test_a_stop_kills_commands_that_ignore_sigterm(backend: Backend) -> No
 
 async def _up(sandbox: Sandbox) -> None:
     """Wait until a running command has made the file `up`."""
-    assert (
-        await sandbox.exec(["sh", "-c", "until cat up 2> up.not; do sleep 0.01; done"])
-    ).stdout == b"up\n"
+    assert await sh(sandbox, "until cat up 2> up.not; do sleep 0.01; done") == "up\n"
 
 
 def _read(folder: int, path: str) -> bytes:
@@ -214,29 +192,16 @@ async def test_a_killed_sandbox_runs_no_further_call(backend: Backend) -> None:
 
 async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) -> None:
     first = await backend.start(SPEC)
-    await first.exec(
-        [
-            "sh",
-            "-c",
-            "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link; chmod "
-            "4755 b; mkfifo fifo",
-        ]
-    )
+    make = "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link"
+    await sh(first, f"{make}; chmod 4755 b; mkfifo fifo")
     snapshot = await first.snapshot()
-    await first.exec(["sh", "-c", "echo changed > a; rm -r d"])
+    await sh(first, "echo changed > a; rm -r d")
     one, two = await asyncio.gather(backend.branch(snapshot), backend.branch(snapshot))
-    await one.exec(["sh", "-c", "rm a; echo one > b"])
-    assert (
-        await two.exec(["sh", "-c", "cat a b d/e/f link; ls; stat -c %a b"])
-    ).stdout.split() == ([b"1", b"2", b"3", b"1", b"a", b"b", b"d", b"link", b"755"])
+    await sh(one, "rm a; echo one > b")
+    seen = await sh(two, "cat a b d/e/f link; ls; stat -c %a b")
+    assert seen.split() == ["1", "2", "3", "1", "a", "b", "d", "link", "755"]
     later = await backend.branch(await one.snapshot())
-    assert (await later.exec(["sh", "-c", "ls; cat b d/e/f"])).stdout.split() == [
-        b"b",
-        b"d",
-        b"link",
-        b"one",
-        b"3",
-    ]
+    assert (await sh(later, "ls; cat b d/e/f")).split() == ["b", "d", "link", "one", "3"]
     assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
 
 
@@ -247,31 +212,17 @@ async def test_a_snapshot_of_selected_paths_has_nothing_else(backend: Backend) -
         "mkdir -p d/e f; echo 1 > a; echo 2 > d/e/b; echo 3 > d/c; echo 4 > f/x; ln -s ../d/c "
         "d/in; ln -s /etc/passwd d/out"
     )
-    await first.exec(["sh", "-c", f"{script}; chmod 0 d/c; ln -s d link; mkfifo d/fifo"])
+    await sh(first, f"{script}; chmod 0 d/c; ln -s d link; mkfifo d/fifo")
     snapshot = await first.snapshot(
         only=["a", "d/e", "d/in", "d/out", "d/fifo", "link/c", "missing"], at="/home/taken"
     )
     branch = await backend.branch(snapshot)
-    listed = await branch.exec(
-        ["sh", "-c", "ls -A; cd ../taken; find . | sort; cat a d/e/b; readlink d/in"]
-    )
-    assert listed.stdout.decode().split() == [
-        ".",
-        "./a",
-        "./d",
-        "./d/e",
-        "./d/e/b",
-        "./d/in",
-        "1",
-        "2",
-        "../d/c",
-    ]
+    listed = await sh(branch, "ls -A; cd ../taken; find . | sort; cat a d/e/b; readlink d/in")
+    paths = [".", "./a", "./d", "./d/e", "./d/e/b", "./d/in"]
+    assert listed.split() == [*paths, "1", "2", "../d/c"]
     full_branch = await backend.branch(await first.snapshot(only=["."], at="/home/taken"))
-    assert (
-        await full_branch.exec(
-            ["sh", "-c", "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out"]
-        )
-    ).stdout == b"4\n3\n"
+    seen = await sh(full_branch, "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out")
+    assert seen == "4\n3\n"
     for only, at in (
         (["../x"], "/taken"),
         (["/etc"], "/taken"),
@@ -297,9 +248,7 @@ async def test_exceeding_wall_time_ends_a_sandbox_with_the_limit_as_reason(
 async def test_exceeding_cpu_time_ends_a_sandbox_with_the_limit_as_reason(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(cpu_s=1.5)))
     with pytest.raises(SandboxLostError, match="cpu_s"):
-        await sandbox.exec(
-            ["sh", "-c", "for i in 1 2 3; do (while :; do :; done) & done; wait"], timeout_s=90.0
-        )
+        await sh(sandbox, "for i in 1 2 3; do (while :; do :; done) & done; wait", timeout_s=90.0)
 
 
 async def test_closing_the_back_end_ends_its_sandboxes_and_refuses_starts() -> None:
@@ -365,16 +314,10 @@ def _wait_for_the_end_of(tree: dict[int, int]) -> None:
 async def test_the_uid_inside_is_as_specified(isolating: Backend) -> None:
     agent = await isolating.start(SandboxSpec(hostname="box-1"))
     root = await isolating.start(SandboxSpec(fakeroot=True))
-    assert (await agent.exec(["sh", "-c", "id -u; hostname; pwd"])).stdout.split() == [
-        b"1000",
-        b"box-1",
-        b"/home/agent",
-    ]
-    assert (
-        await root.exec(
-            ["sh", "-c", "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes"]
-        )
-    ).stdout.split()[0] == b"0"
+    seen = await sh(agent, "id -u; hostname; pwd")
+    assert seen.split() == ["1000", "box-1", "/home/agent"]
+    seen = await sh(root, "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes")
+    assert seen.split()[0] == "0"
 
 
 @pytest.mark.variants
@@ -457,7 +400,4 @@ async def test_sandboxes_on_the_hosts_network_have_separate_addresses(backend: B
     assert address.startswith("127.")
     assert backend.name == "plain" or named == address
     branch = await backend.branch(await one.snapshot())
-    assert (await branch.exec(["sh", "-c", "echo $LOOPBACK"])).stdout.decode().strip() not in (
-        "",
-        address,
-    )
+    assert (await sh(branch, "echo $LOOPBACK")).strip() not in ("", address)

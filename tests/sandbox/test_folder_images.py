@@ -14,7 +14,7 @@ from rollweave.sandbox import running
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.registry import Apptainer, backend
 from rollweave.schema.errors import ConfigError, SandboxError
-from tests.support.sandboxes import image, needs, opened
+from tests.support.sandboxes import image, needs, opened, sh
 
 FAKE = Path(__file__).with_name("fake_apptainer.py")
 
@@ -45,15 +45,15 @@ async def test_writes_stay_in_the_sandbox_and_its_branches(
     spec = SandboxSpec(image=folder, workdir="/project")
     first = await bubblewrap.start(spec)
     change = "cat kept; echo changed > kept; rm gone; echo new > made; ls"
-    assert (await first.exec(["sh", "-c", change])).stdout == b"from the imagekept\nmade\n"
+    assert await sh(first, change) == "from the imagekept\nmade\n"
     snapshot = await first.snapshot()
     branch = await bubblewrap.branch(snapshot)
-    assert (await branch.exec(["sh", "-c", "cat kept; ls"])).stdout == b"changed\nkept\nmade\n"
-    await branch.exec(["sh", "-c", "rm made; cat /project/kept > /project/gone"])
+    assert await sh(branch, "cat kept; ls") == "changed\nkept\nmade\n"
+    await sh(branch, "rm made; cat /project/kept > /project/gone")
     last = await bubblewrap.branch(await branch.snapshot())
-    assert (await last.exec(["sh", "-c", "ls; cat gone"])).stdout == b"gone\nkept\nchanged\n"
+    assert await sh(last, "ls; cat gone") == "gone\nkept\nchanged\n"
     other = await bubblewrap.start(spec)
-    assert (await other.exec(["sh", "-c", "cat kept; ls"])).stdout == b"from the imagegone\nkept\n"
+    assert await sh(other, "cat kept; ls") == "from the imagegone\nkept\n"
     assert _project(folder) == {"gone": "from the image", "kept": "from the image"}
 
 
@@ -63,7 +63,7 @@ def _project(folder: str) -> dict[str, str]:
 
 async def test_a_replaced_folder_hides_the_layers_below(bubblewrap: Backend, folder: str) -> None:
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
-    await first.exec(["sh", "-c", "cd /; rm -r project"], cwd="/")
+    await sh(first, "cd /; rm -r project", cwd="/")
     await first.exec(
         ["python3", "-c", "import os; os.mkdir('/project'); open('/project/only','w').write('x')"],
         cwd="/",
@@ -76,14 +76,12 @@ async def test_selected_paths_are_copied_as_the_union_shows_them(
     bubblewrap: Backend, folder: str
 ) -> None:
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
-    await first.exec(["sh", "-c", "echo changed > made; echo x > /usr/lib/left"])
+    await sh(first, "echo changed > made; echo x > /usr/lib/left")
     second = await bubblewrap.branch(await first.snapshot())
-    await second.exec(["sh", "-c", "rm gone; echo more >> kept"])
+    await sh(second, "rm gone; echo more >> kept")
     branch = await bubblewrap.branch(await second.snapshot(only=["."], at="/taken"))
-    listed = await branch.exec(
-        ["sh", "-c", "ls /project /taken /usr/lib/left; cat /taken/kept /taken/made"]
-    )
-    assert listed.stdout.decode().split("\n")[:-1] == [
+    listed = await sh(branch, "ls /project /taken /usr/lib/left; cat /taken/kept /taken/made")
+    assert listed.split("\n")[:-1] == [
         *("/project:", "gone", "kept", "", "/taken:", "kept", "made"),
         *("from the imagemore", "changed"),
     ]
@@ -107,7 +105,7 @@ async def test_links_in_a_snapshot_are_not_followed_outside(
         f"cd /; rm -r tmp home; ln -s {tmp_path} tmp; ln -s {tmp_path} home; ln -s {tmp_path} "
         "etc/passwd; ln -s / root"
     )
-    await first.exec(["sh", "-c", script], cwd="/")
+    await sh(first, script, cwd="/")
     branch = await bubblewrap.branch(await first.snapshot())
     assert (await branch.exec(["ls", "/tmp"], cwd="/")).rc == 0
     assert os.listdir(tmp_path) == []
@@ -193,8 +191,7 @@ def test_a_missing_back_end_names_the_package_to_install(monkeypatch: pytest.Mon
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
         backend("bubblewrap")
     with pytest.raises(
-        SandboxError,
-        match=r"no sandbox: .*apt-get install bubblewrap.*name the back end: plain",
+        SandboxError, match=r"no sandbox: .*apt-get install bubblewrap.*name the back end: plain"
     ):
         backend()
     with pytest.raises(SandboxError, match=r"apptainer\.org"):

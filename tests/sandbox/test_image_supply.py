@@ -304,9 +304,7 @@ def held_elsewhere(place: Path, digest: str) -> Iterator[None]:
 
 
 @pytest.mark.extended
-async def test_what_was_not_used_for_longest_makes_room_unless_it_is_in_use(
-    tmp_path: Path,
-) -> None:
+async def test_what_was_not_used_for_longest_makes_room_unless_it_is_in_use(tmp_path: Path) -> None:
     size, place = 1 << 18, tmp_path / "cache"
     given = [archive_of(tmp_path / f"{n}", f"{n}", nbytes=size) for n in range(4)]
     images = [f"sha256:{digest}" for _, digest in given]

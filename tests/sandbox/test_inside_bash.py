@@ -129,9 +129,7 @@ def test_any_command_text_arrives_unchanged(words: list[str]) -> None:
 @given(
     st.lists(st.text(alphabet="'\"`$(){}<>|&;\\#! \nab=~*", max_size=12), min_size=1, max_size=8)
 )
-def test_no_mix_of_quotes_and_brackets_blocks_the_shell(
-    jumble: list[str],
-) -> None:
+def test_no_mix_of_quotes_and_brackets_blocks_the_shell(jumble: list[str]) -> None:
     async def main() -> None:
         async with shell() as bash:
             await bash.run("set -o noclobber; shopt -u expand_aliases; enable -n exec")

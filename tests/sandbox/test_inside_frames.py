@@ -77,9 +77,7 @@ def test_refuses_invalid_headers(text: bytes) -> None:
 @pytest.mark.parametrize(
     "lengths", [(HEADER_BYTES + 1, 0), (2, BODY_BYTES + 1), (0xFFFFFFFF, 0xFFFFFFFF)]
 )
-def test_a_length_beyond_its_bound_is_refused_before_buffering(
-    lengths: tuple[int, int],
-) -> None:
+def test_a_length_beyond_its_bound_is_refused_before_buffering(lengths: tuple[int, int]) -> None:
     decoder = FrameDecoder()
     decoder.feed(struct.pack("<II", *lengths))
     with pytest.raises(FrameError, match=r"must have at most"):

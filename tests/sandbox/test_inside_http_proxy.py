@@ -149,9 +149,7 @@ def test_a_cancelled_poll_loses_no_event() -> None:
         assert host.next()[0] == {"disconnected": [1]}
 
 
-def test_a_program_that_has_just_connected_keeps_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_program_that_has_just_connected_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_proxy, "CONNECTIONS", 4)
     monkeypatch.setattr(http_proxy, "GRACE_S", 1000.0)
     with opened() as host:

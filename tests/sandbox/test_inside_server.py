@@ -38,13 +38,6 @@ def streams(reply: Reply) -> tuple[bytes, bytes]:
     return reply.body[:split], reply.body[split:]
 
 
-async def test_ping_is_answered_by_another_process() -> None:
-    async with served() as channel:
-        reply = await channel.call("ping", b"\0body", timeout_s=20.0)
-        assert reply.body == b"\0body"
-        assert reply.header["pid"] != os.getpid()
-
-
 async def test_a_program_gets_its_input_folder_and_environment(tmp_path: Path) -> None:
     async with served() as channel:
         reply = await run(
@@ -154,6 +147,7 @@ async def test_failures_give_a_reason(tmp_path: Path) -> None:
         for args in (
             {"action": "exec", "argv": ["/not/there"]},
             {"action": "read", "path": str(tmp_path / "not")},
+            {"action": "view", "path": str(tmp_path / "not")},
         ):
             with pytest.raises(SandboxError, match=r"No such file or directory: /"):
                 await channel.call(timeout_s=20.0, **args)  # type: ignore[arg-type]
@@ -184,15 +178,6 @@ async def test_a_fifo_blocks_neither_reader_nor_writer(tmp_path: Path) -> None:
         for action in ("read", "write", "view"):
             with pytest.raises(SandboxRefusedError, match="got a FIFO"):
                 await channel.call(action, timeout_s=20.0, path=path)
-
-
-async def test_a_write_through_a_link_keeps_the_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("old")
-    (tmp_path / "link").symlink_to("target")
-    async with served() as channel:
-        await channel.call("write", b"new", timeout_s=20.0, path=str(tmp_path / "link"))
-    assert (tmp_path / "target").read_text() == "new"
-    assert (tmp_path / "link").is_symlink()
 
 
 async def test_many_concurrent_calls() -> None:

@@ -65,9 +65,7 @@ def test_page_tables_count_as_memory() -> None:
     assert most >= used
 
 
-def test_hidden_memory_counts_unless_inherited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hidden_memory_counts_unless_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
         raise PermissionError
 

@@ -113,9 +113,7 @@ print(first.decode().strip(), b"[DONE]" in answer.read())
         assert await asking == ": the turn is in progress True"
 
 
-async def test_tools_work_while_more_programs_wait_than_are_served(
-    sandbox: Sandbox,
-) -> None:
+async def test_tools_work_while_more_programs_wait_than_are_served(sandbox: Sandbox) -> None:
     script = Script(hold=True)
     many = 3 * MAX_IN_FLIGHT
     source = f"""
@@ -156,9 +154,7 @@ async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) ->
         assert server.close("s").sequences == ()
 
 
-async def test_killing_a_sandbox_ends_its_generations_and_the_tunnel(
-    sandbox: Sandbox,
-) -> None:
+async def test_killing_a_sandbox_ends_its_generations_and_the_tunnel(sandbox: Sandbox) -> None:
     script = Script(hold=True)
     async with gateway(script) as (_, client), tunnel(sandbox, client.base_url) as url:
         asking = [

@@ -103,10 +103,7 @@ def untouched(place: Path) -> bool:
     return sorted(os.listdir(place)) == ["bad.tar", "secret", "to"] and (
         secret.read_text(),
         secret.stat().st_nlink,
-    ) == (
-        "secret",
-        1,
-    )
+    ) == ("secret", 1)
 
 
 def attack(place: Path, name: str) -> Path:

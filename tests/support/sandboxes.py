@@ -8,10 +8,11 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollweave.sandbox.base import Backend, SandboxSpec
+from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
 from rollweave.sandbox.processes import Process, Table, started
 from rollweave.sandbox.registry import backend
 from tests.support import forking
@@ -161,3 +162,8 @@ def python(source: str) -> list[str]:
 
 
 SPEC = SandboxSpec()
+
+
+async def sh(sandbox: Sandbox, script: str, **options: Any) -> str:
+    """Return the output of a script in a sandbox."""
+    return (await sandbox.exec(["sh", "-c", script], **options)).stdout.decode()

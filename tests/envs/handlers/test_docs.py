@@ -25,6 +25,7 @@ from tests.support.pages import table_rows
 from tests.support.programs import job, lived, scripted
 from tests.support.sandboxes import needs
 from tests.support.scripted_gateway import Script
+from tests.support.variants import mostly_extended
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "HANDLERS.md"
@@ -140,19 +141,18 @@ def agent_and_task() -> tuple[dict[str, Any], dict[str, str]]:
     return {name: domain["options"][name] for name in names}, task
 
 
-@pytest.mark.parametrize(
-    ("answers", "score"),
-    [
-        (["5"], Score(reward=1.0, success=True)),
-        (["five", "It is 5."], Score(reward=1.0, success=True)),
-        (["4"], Score(reward=0.1, success=False)),
-        (["four", "four"], Score(reward=0.0, success=False)),
-    ],
-)
-async def test_the_agent_of_the_page_runs(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], score: Score
-) -> None:
+ENDS: dict[str, tuple[list[str], Score]] = {
+    "right": (["5"], Score(reward=1.0, success=True)),
+    "right later": (["five", "It is 5."], Score(reward=1.0, success=True)),
+    "wrong": (["4"], Score(reward=0.1, success=False)),
+    "no number": (["four", "four"], Score(reward=0.0, success=False)),
+}
+
+
+@pytest.mark.parametrize("end", mostly_extended(ENDS, {"right later"}))
+async def test_the_agent_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     needs("zygote")
+    answers, score = ENDS[end]
     monkeypatch.chdir(AGENT)
     monkeypatch.syspath_prepend(AGENT)
     options, task = agent_and_task()

@@ -94,9 +94,7 @@ def test_limits_of_processor_time() -> None:
     assert lines in (known, [*known, [False, late]])
 
 
-def test_an_answer_that_cannot_be_compared_is_wrong_with_a_reason(
-    judge: math_judge._Judge,
-) -> None:
+def test_an_answer_that_cannot_be_compared_is_wrong_with_a_reason(judge: math_judge._Judge) -> None:
     assert judge.verdict("3", "3") == math_judge.Verdict(equal=True)
     assert judge.verdict("late", "3").reason == "too long"
     assert judge.verdict("burns", "3").reason == math_judge.TOO_LONG

@@ -35,7 +35,6 @@ from tests.support.variants import mostly_extended
 
 pytestmark = pytest.mark.variants
 
-ECHO = agent_program("print(say(task['question']))")
 BY_ANSWER = HERE + "by_answer"
 
 
@@ -52,9 +51,7 @@ def kept_folders(sandboxes: Sandboxes) -> list[Path]:
     return list(Path(sandboxes._backend._launcher._snapshots).iterdir())  # type: ignore[union-attr]
 
 
-async def test_scores_a_programs_output_and_hides_fields(
-    sandboxes: Sandboxes,
-) -> None:
+async def test_scores_a_programs_output_and_hides_fields(sandboxes: Sandboxes) -> None:
     handler: AgentHandler = Program(
         packages=CLIENT,
         command=agent_program("print(say(task['question']) if 'answer' not in task else 'seen')"),
@@ -262,9 +259,7 @@ async def test_a_command_scores_without_isolation_too() -> None:
     await sandboxes.close()
 
 
-async def test_an_abandoned_attempt_keeps_no_snapshot(
-    sandboxes: Sandboxes,
-) -> None:
+async def test_an_abandoned_attempt_keeps_no_snapshot(sandboxes: Sandboxes) -> None:
     handler = Program(command=["true"], score=["echo", "0"])
     async with scripted(Script()) as (_, agent):
         await handler.init(job(sandboxes))
@@ -334,6 +329,7 @@ request.add_header("Content-Type", "application/json")
 message = {"role": "user", "content": "?"}
 urllib.request.urlopen(request, json.dumps({"model": "tiny", "messages": [message]}).encode())
 """
+ASKING = ["python", "-I", "-S", "-c", RAW]
 """Sends the client's request without the client, whose import takes seconds on a busy
 machine.
 """
@@ -343,9 +339,9 @@ async def test_a_program_that_does_not_end_fails_and_its_turn_is_cancelled(
     sandboxes: Sandboxes,
 ) -> None:
     script = Script(hold=True)
-    handler = Program(command=["python", "-I", "-S", "-c", RAW], score=BY_ANSWER, timeout_s=5.0)
+    handler = Program(command=ASKING, score=BY_ANSWER, timeout_s=3.0)
     async with scripted(script) as (gateway_, agent):
-        with pytest.raises(SandboxError, match="did not end within timeout_s, 5 s"):
+        with pytest.raises(SandboxError, match="did not end within timeout_s, 3 s"):
             await lived(handler, job(sandboxes, question="?"), agent)
         await asyncio.wait_for(script.cancelled.get(), 60)
         assert gateway_.close("s").sequences == ()
@@ -354,7 +350,7 @@ async def test_a_program_that_does_not_end_fails_and_its_turn_is_cancelled(
 
 async def test_an_attempt_that_is_cancelled_leaves_no_sandbox(sandboxes: Sandboxes) -> None:
     script = Script(hold=True)
-    handler = Program(packages=CLIENT, command=ECHO, score=BY_ANSWER)
+    handler = Program(command=ASKING, score=BY_ANSWER)
     async with scripted(script) as (_, agent):
         life = asyncio.create_task(lived(handler, job(sandboxes, question="?"), agent))
         await script.started.get()
@@ -370,7 +366,7 @@ async def test_an_attempt_that_is_cancelled_leaves_no_sandbox(sandboxes: Sandbox
 async def test_attributes_the_end_of_the_sandbox(sandboxes: Sandboxes) -> None:
     async def ended(limits: dict[str, Any], source: str) -> Score | None:
         handler = Program(
-            packages=CLIENT, command=agent_program(source), score=BY_ANSWER, limits=limits
+            command=["python", "-I", "-S", "-c", source], score=BY_ANSWER, limits=limits
         )
         async with scripted(Script()) as (_, agent):
             with pytest.raises(SandboxLostError) as lost:
@@ -378,9 +374,9 @@ async def test_attributes_the_end_of_the_sandbox(sandboxes: Sandboxes) -> None:
         return await handler.run_exception(lost.value)
 
     assert await ended(
-        {"cpu_s": 4.0}, "import os; os.fork(); os.fork()\nwhile True: pass"
+        {"cpu_s": 1.5}, "import os; os.fork(); os.fork()\nwhile True: pass"
     ) == Score(reward=0.0, success=False)
-    assert await ended({"wall_s": 3.0}, "import time; time.sleep(100)") is None
+    assert await ended({"wall_s": 1.5}, "import time; time.sleep(100)") is None
     assert (
         await Program(command=["x"], score=BY_ANSWER).run_exception(ValueError("limits.cpu_s"))
         is None
@@ -422,7 +418,6 @@ async def test_scores_names_and_text_that_are_not_utf_8(sandboxes: Sandboxes) ->
 
 KILLS_ALL = """
 import contextlib, os, signal, time
-say("hello")
 for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
     if pid != os.getpid():
         with contextlib.suppress(OSError):
@@ -432,7 +427,6 @@ time.sleep(100)
 
 DEEP = """
 import os
-say("hello")
 for _ in range(10_000):
     os.mkdir("d")
     os.chdir("d")
@@ -445,7 +439,7 @@ for _ in range(10_000):
 async def test_a_program_that_spoils_its_sandbox_has_no_reward(
     sandboxes: Sandboxes, source: str
 ) -> None:
-    handler = Program(packages=CLIENT, command=agent_program(source), score=["echo", "1"])
+    handler = Program(command=["python", "-I", "-S", "-c", source], score=["echo", "1"])
     async with scripted(Script()) as (_, agent):
         with pytest.raises(SandboxSpoiledError) as lost:
             await lived(handler, job(sandboxes), agent)
