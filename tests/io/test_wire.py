@@ -54,13 +54,6 @@ def test_any_split_delivers_the_same_structs(
     assert received == sent
 
 
-def test_byte_by_byte() -> None:
-    sent: list[EngineCommand] = [Suspend(), Abort(id="x"), Resume()]
-    frames, decode = FrameDecoder(), decoder_of(EngineCommand)
-    payloads = [payload for byte in framed(sent) for payload in frames.feed(bytes([byte]))]
-    assert [decode(payload) for payload in payloads] == sent
-
-
 def test_a_length_over_the_limit_is_refused_at_once_and_ever_after() -> None:
     decoder = FrameDecoder(limit=10)
     assert decoder.feed(b"".join(frame(b"x" * 10))) == [b"x" * 10]
