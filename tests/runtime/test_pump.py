@@ -3,11 +3,14 @@ nothing is executed after the stop.
 """
 
 import asyncio
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from rollweave.runtime.pump import TOGETHER, Pump, RunClock
+from rollweave.runtime.pump import TOGETHER, Effects, Pump, RunClock
+from rollweave.schema import commands as c
 from rollweave.schema.commands import Command, Finish, SetTimer, Warn
 from rollweave.schema.events import Event, StopRequested, TimerFired, TrainerLost
 
@@ -138,3 +141,21 @@ def test_the_clock_continues_from_its_start() -> None:
     clock = RunClock(start=100.0)
     first, second = clock.now(), clock.now()
     assert 100.0 <= first <= second
+
+
+def handlers(handle: Callable[[Any], None], *without: Any) -> dict[Any, Callable[[Any], None]]:
+    return {kind: handle for kind in typing.get_args(c.Command) if kind not in without}
+
+
+def test_a_command_goes_to_its_handler() -> None:
+    got: list[object] = []
+    effects = Effects(handlers(got.append, c.Warn), never=(c.Warn,))
+    effects.execute(command := c.SetTimer(at=1.0))
+    assert got == [command]
+    with pytest.raises(AssertionError, match="executes no Warn"):
+        effects.execute(c.Warn(component="", message=""))
+
+
+def test_a_world_without_a_handler_for_a_command_is_refused() -> None:
+    with pytest.raises(AssertionError, match="without a handler: Deliver"):
+        Effects(handlers(print, c.Deliver))

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from rollweave.runtime.tasks import Tasks, on_thread
+from rollweave.core.policy.waiting import Wait
+from rollweave.runtime.tasks import Tasks, name_long_waits, on_thread
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -71,3 +72,21 @@ async def test_a_call_that_never_returns_can_be_abandoned() -> None:
     stuck = asyncio.ensure_future(on_thread(threading.Event().wait, "stuck"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stuck, 0.01)
+
+
+async def test_a_long_wait_is_reported_with_its_line() -> None:
+    lines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    task = asyncio.create_task(
+        name_long_waits(
+            lambda: [Wait(component="relay r1 on host b", what="starting", since=2.0)],
+            clock=lambda: 43.0,
+            report=lambda component, line: lines.put_nowait((component, line)),
+        )
+    )
+    try:
+        assert await asyncio.wait_for(lines.get(), 60) == (
+            "relay r1 on host b",
+            "waiting 41 s for relay r1 on host b: starting",
+        )
+    finally:
+        task.cancel()

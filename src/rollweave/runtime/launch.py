@@ -8,6 +8,7 @@ that it started.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -78,9 +79,9 @@ def train(
             declared = declared_by(config) if apart else Declared(words=source.words())
     with RunDir.claim(config, resume=resume) as run:
         start = _Start(
-            config,
-            run,
-            source,
+            config=config,
+            run_dir=run,
+            source=source,
             declared=declared,
             force=force,
             inproc=inproc,
@@ -90,53 +91,47 @@ def train(
         return run_to_the_end(start.run())
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Start:
     """One life of a run, from its directory to its summary."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDir,
-        source: TaskSource,
-        *,
-        declared: Declared,
-        force: bool,
-        inproc: bool,
-        progress: Progress,
-        programs: Programs,
-    ) -> None:
-        self._config, self._run, self._source, self._declared = config, run, source, declared
-        self._force, self._inproc = force, inproc
-        self._progress, self._programs = progress, programs
-        self._digesting: asyncio.Task[None] | None = None
+    config: RunConfig
+    run_dir: RunDir
+    source: TaskSource
+    declared: Declared
+    force: bool
+    inproc: bool
+    progress: Progress
+    programs: Programs
+    _digesting: asyncio.Task[None] | None = None
 
     async def run(self) -> Summary:
         # before hosts join: a long replay is silent, and would end their leases
-        with recorded(self._config, self._run) as records:
+        with recorded(self.config, self.run_dir) as records:
             return await self._gather_and_run(records)
 
     async def _gather_and_run(self, records: Records) -> Summary:
         async with Tasks() as tasks:
             cluster = GatheredHosts(
-                self._config.cluster,
-                self._config.pools,
-                self._run,
+                self.config.cluster,
+                self.config.pools,
+                self.run_dir,
                 tasks,
-                relays=self._config.weights.relays,
-                user=user_files.of_run(self._config, self._declared.images),
-                hosted=programs_of(self._config),
-                programs=self._programs,
-                on_status=self._progress.phase,
+                relays=self.config.weights.relays,
+                user=user_files.of_run(self.config, self.declared.images),
+                hosted=programs_of(self.config),
+                programs=self.programs,
+                on_status=self.progress.phase,
             )
             try:
                 await cluster.gather()
                 if cluster.slots:
                     await self._must_fit(cluster.present())
                 async with deployed(
-                    self._config,
+                    self.config,
                     run_id=records.beginning.identity.id,
-                    log=self._run.logs / "serverless.log",
-                    on_status=self._progress.phase,
+                    log=self.run_dir.logs / "serverless.log",
+                    on_status=self.progress.phase,
                     on_lost=lambda line: self._show(Warn(component="rewards", message=line)),
                 ) as urls:
                     with begun(records) as life:
@@ -150,9 +145,9 @@ class _Start:
         that is needed has no host. This machine was checked before the run.
         """
         # in a thread, since it may import torch, which takes seconds
-        words = self._declared.words
-        checks = await asyncio.to_thread(check_joined, self._config, words, present)
-        checks = forced(checks) if self._force else checks
+        words = self.declared.words
+        checks = await asyncio.to_thread(check_joined, self.config, words, present)
+        checks = forced(checks) if self.force else checks
         for check in checks:
             if check.name == FORCED:
                 self._show(Warn(component=FORCED, message=check.detail))
@@ -167,14 +162,14 @@ class _Start:
         """Run the world on the hosts that have joined. `deployed` has the URLs of the
         functions of rewards that this life has deployed.
         """
-        config, run, core = self._config, self._run, life.beginning.core
+        config, run, core = self.config, self.run_dir, life.beginning.core
         with contextlib.ExitStack() as stack:
             sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
             metrics = Metrics(
                 run.metrics,
                 clock=life.clock.now,
                 state=lambda: core.state,
-                progress=self._progress,
+                progress=self.progress,
                 sinks=sinks,
                 max_gap=max_gap(config.model.dtype),
             )
@@ -184,17 +179,17 @@ class _Start:
                 config,
                 run,
                 cluster.hosts,
-                words=self._declared.words,
-                inproc=self._inproc,
+                words=self.declared.words,
+                inproc=self.inproc,
                 on_ready=functools.partial(self._on_ready, life.beginning.identity),
                 deployed=deployed,
             )
             wiring = stack.enter_context(
-                wired(life, self._source, processes, show=self._show, warn=metrics.warned)
+                wired(life, self.source, processes, show=self._show, warn=metrics.warned)
             )
             first = self._first(life, cluster)
-            world = World(wiring, metrics=metrics, progress=self._progress, draw=self._source.draw)
-            with _signals(world, self._progress):
+            world = World(wiring, metrics=metrics, progress=self.progress, draw=self.source.draw)
+            with _signals(world, self.progress):
                 try:
                     cluster.report_to(world.post)
                     await world.run(first)
@@ -209,12 +204,12 @@ class _Start:
             summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
             write_summary(run.summary, summary)
             metrics.event("finished", error=summary.error, account=account_line(summary.account))
-            self._progress.phase(f"finished: {outcome_line(summary)}")
+            self.progress.phase(f"finished: {outcome_line(summary)}")
             return summary
 
     def _show(self, command: Warn) -> None:
         """Show a warning on the terminal only, from any thread."""
-        self._progress.line(
+        self.progress.line(
             {"kind": "warning", "component": command.component, "message": command.message}
         )
 
@@ -234,12 +229,12 @@ class _Start:
                 seconds_lost=round(loss.seconds, 3),
                 settings=list(beginning.changes),
             )
-            self._progress.phase(f"resuming {loss.describe()}")
+            self.progress.phase(f"resuming {loss.describe()}")
             for line in beginning.changes:
-                self._progress.phase(f"changed since: {line}")
+                self.progress.phase(f"changed since: {line}")
         else:
-            metrics.event("started", inproc=self._inproc, engines=len(first_engines(self._config)))
-            self._progress.phase("starting engines and trainer")
+            metrics.event("started", inproc=self.inproc, engines=len(first_engines(self.config)))
+            self.progress.phase("starting engines and trainer")
         for doubt in life.doubts():
             metrics.warned(doubt)
         if beginning.differing:
@@ -247,7 +242,7 @@ class _Start:
                 f"{beginning.differing} of {beginning.events} replayed events led to other "
                 "commands: the code has changed since"
             )
-            if functions := [f"{setting} ({name})" for setting, name in named(self._config)]:
+            if functions := [f"{setting} ({name})" for setting, name in named(self.config)]:
                 text += (
                     f", or that of {' or '.join(functions)}, which must always return the same "
                     "for the same arguments"
@@ -258,8 +253,8 @@ class _Start:
         """Return the event with which this life begins. Raises `ConfigError` if a
         process has no place.
         """
-        config, relays = self._config, self._config.weights.relays
-        hosts = cluster.slots or machine_of(config, relays=relays, inproc=self._inproc)
+        config, relays = self.config, self.config.weights.relays
+        hosts = cluster.slots or machine_of(config, relays=relays, inproc=self.inproc)
         config.check_on_gpus(groups_on_gpus(config, hosts))
         engines = engines_to_start(config, life.beginning.core.state)
         return life.first(engines, hosts, relays=len(cluster.slots) or relays)
@@ -272,8 +267,8 @@ class _Start:
             self._digesting = asyncio.create_task(asyncio.to_thread(self._digest, identity))
 
     def _digest(self, identity: Identity) -> None:
-        model = model_digests(model_dir(self._config, self._run))
-        write_identity(self._run.identity, msgspec.structs.replace(identity, model=model))
+        model = model_digests(model_dir(self.config, self.run_dir))
+        write_identity(self.run_dir.identity, msgspec.structs.replace(identity, model=model))
 
     async def _await_digests(self, metrics: Metrics) -> None:
         if self._digesting is None:

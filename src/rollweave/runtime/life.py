@@ -9,6 +9,7 @@ its configuration.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollweave.core.continuation import continuable
 from rollweave.core.mechanisms.membership.bindings import (
@@ -92,15 +93,18 @@ class Life(Records):
             raise ConfigError("\n".join(f"{one.process}: {one.reason}" for one in unbound + more))
         if problem := crowded(config, [(one.host, one.devices) for one in ranks if one.devices]):
             raise ConfigError(f"trainer.ranks {problem}")
-        return self.beginning.first(
-            slots,
-            hosts=tuple(hosts),
-            ranks=ranks,
-            workers=workers[: config.workers.first],
-            relays=relays,
-            serving=serving,
-            life=self.turn_log.life,
-        )
+        present: dict[str, Any] = {
+            "engines": slots,
+            "hosts": tuple(hosts),
+            "ranks": ranks,
+            "workers": workers[: config.workers.first],
+            "relays": relays,
+            "life": self.turn_log.life,
+        }
+        begun = self.beginning
+        if begun.resumed:
+            return WorldLost(missing=begun.missing, recorded=begun.recorded, **present)
+        return RunStarted(serving=serving, run_id=begun.identity.id, **present)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ class LiveWorld:
             rewards_of=episodes.rewards_of,
         )
         self.predictor = PredictorSupervisor(
-            processes.predictor(), tasks=self.tasks, post=self.pump.post, warn=warn
+            processes.predictor, tasks=self.tasks, post=self.pump.post, warn=warn
         )
         self.predicts = scheduling(self.config.rollout, self.config.ablation).predicts
         self._timer = Timer(clock, self.pump.post)

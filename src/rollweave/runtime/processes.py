@@ -17,9 +17,11 @@ from rollweave.record.rundir import RunDir, run_id
 from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
 from rollweave.runtime.recover import model_dir
 from rollweave.runtime.roles.group import WorkerPlace
-from rollweave.runtime.supervisors.predictor import OpenPredictor
-from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
-from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
+from rollweave.runtime.supervisors.predictor import (
+    PredictorLink,
+    ProcessPredictor,
+    ThreadPredictor,
+)
 from rollweave.runtime.supervisors.relays import OnStalled, OnSuspected, RelayLink
 from rollweave.runtime.supervisors.trainer_link import (
     ProcessTrainer,
@@ -36,7 +38,7 @@ from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Program, RankSlot, Share
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec, ServerSpec
-from rollweave.schema.training import PredictorSpec
+from rollweave.schema.training import PredictorReport, PredictorSpec
 from rollweave.schema.weights import RelaySpec
 
 BACKSTOP = 2.0
@@ -181,8 +183,9 @@ class Processes:
             start_s=BACKSTOP * self._config.watchdog.start_s,
         )
 
-    def predictor(self) -> OpenPredictor:
-        """Return a function that starts the predictor of lengths.
+    def predictor(self, on_report: Callable[[PredictorReport], None]) -> PredictorLink:
+        """Start the predictor of lengths, whose reports go to `on_report`. Raises
+        OSError.
 
         The predictor `lm` uses the run's own model to embed text.
         """
@@ -190,11 +193,9 @@ class Processes:
         spec = PredictorSpec(
             regressor=name, checkpoint=str(self.model_dir) if name == "lm" else None
         )
-        return (
-            predict_in_thread(spec)
-            if self._inproc
-            else predict_in_process(spec, log=self._run.logs / "predictor.log")
-        )
+        if self._inproc:
+            return ThreadPredictor(spec, on_report)
+        return ProcessPredictor(spec, on_report, log=self._run.logs / "predictor.log")
 
     def _trainer_ready(self) -> None:
         if not self._model_ready.done():

@@ -38,8 +38,6 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import differences, dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.events import EngineSlot, RunStarted, WorkerSlot, WorldLost
-from rollweave.schema.hosts import HostSlot, RankSlot
 
 START_OVER = (
     "or start over on purpose: `rollweave train CONFIG --fresh` deletes the whole directory first"
@@ -49,7 +47,7 @@ START_SERVICE_OVER = "or start over on purpose, in another run.name or after del
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The core to continue with, the run's time, and the contents of its first event.
+    """The core to continue with, the run's time, and what its first event reports.
 
     `events` were replayed; `differing` of them led to other commands than in the former
     life, because the code has changed since. `changes` describes each setting that
@@ -69,40 +67,6 @@ class Beginning:
     events: int = 0
     differing: int = 0
     changes: tuple[str, ...] = ()
-
-    def first(
-        self,
-        engines: tuple[EngineSlot, ...],
-        *,
-        hosts: tuple[HostSlot, ...] = (),
-        ranks: tuple[RankSlot, ...] = (),
-        workers: tuple[WorkerSlot, ...] = (),
-        relays: int = 0,
-        serving: bool = False,
-        life: str = "",
-    ) -> RunStarted | WorldLost:
-        """Return the event with which this life begins."""
-        if self.resumed:
-            return WorldLost(
-                engines=engines,
-                hosts=hosts,
-                ranks=ranks,
-                workers=workers,
-                missing=self.missing,
-                recorded=self.recorded,
-                relays=relays,
-                life=life,
-            )
-        return RunStarted(
-            engines=engines,
-            hosts=hosts,
-            ranks=ranks,
-            workers=workers,
-            relays=relays,
-            serving=serving,
-            run_id=self.identity.id,
-            life=life,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

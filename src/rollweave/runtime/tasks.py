@@ -76,6 +76,15 @@ class Tasks:
             raise
 
 
+async def until_set(event: asyncio.Event, every_s: float, act: Callable[[], None]) -> None:
+    """Call `act` now and every `every_s` seconds, until the event is set."""
+    while not event.is_set():
+        act()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await event.wait()
+
+
 def on_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run the user's `call` on a daemon thread: if it never returns, it blocks neither
     the event loop nor the end of the process.

@@ -429,7 +429,7 @@ def test_missing_and_refused_hosts_are_named(
     tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, agents, hosts=2)
-    monkeypatch.setattr("rollweave.runtime.hosts.cluster.JOIN_S", 8.0)
+    monkeypatch.setattr("rollweave.runtime.hosts.cluster.JOIN_S", 5.0)
     agents.start("a")
     with monkeypatch.context() as patch:
         patch.setenv("ROLLWEAVE_HOST_SECRET", "wrong")
@@ -442,13 +442,13 @@ def test_missing_and_refused_hosts_are_named(
 
     with pytest.raises(
         ConfigError,
-        match=r"cluster\.hosts: 2 hosts must join within 8 s, got a; refused: a host at 127\.",
+        match=r"cluster\.hosts: 2 hosts must join within 5 s, got a; refused: a host at 127\.",
     ):
         train(config, programs=FAKES, progress=Recorder())
     assert agents.statuses() == {"a": 0, "b": 2}
     (refusal,) = [line for line in shown if line.startswith("a host at ")]
     assert re.search(
-        r"got another one; the run waits up to [1-8] s for [12] more of 2 hosts$",
+        r"got another one; the run waits up to [1-5] s for [12] more of 2 hosts$",
         refusal,
     )
 

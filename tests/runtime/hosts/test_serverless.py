@@ -66,21 +66,21 @@ def app(function: str) -> RewardApp:
 async def test_a_key_is_computed_once() -> None:
     calls.clear()
     instance = app("counted")
-    answers = await asyncio.gather(*(instance.answer(call(key)) for key in ("a", "a", "b")))
+    answers = await asyncio.gather(*(instance.answer("", call(key)) for key in ("a", "a", "b")))
     assert [(status, msgspec.json.decode(body)) for status, body in answers] == [
         (200, {"reward": 2.0})
     ] * 3
-    assert await instance.answer(call("a")) == answers[0]
+    assert await instance.answer("", call("a")) == answers[0]
     assert calls == ["t", "t"]
 
 
 async def test_a_failure_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     instance = app("broken")
-    status, body = await instance.answer(call("a"))
+    status, body = await instance.answer("", call("a"))
     assert (status, b"KeyError: 'no such word'" in body) == (UNPROCESSABLE, True)
-    assert (await instance.answer(b'{"key": 1}'))[0] == 400
+    assert (await instance.answer("", b'{"key": 1}'))[0] == 400
     monkeypatch.setattr("rollweave.runtime.hosts.on_serve.PAYLOAD_BYTES", 10)
-    assert (await instance.answer(call("b")))[0] == 413
+    assert (await instance.answer("", call("b")))[0] == 413
 
 
 async def test_answers_are_bounded_by_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:

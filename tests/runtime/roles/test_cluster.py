@@ -46,6 +46,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         assert not any(map(alive, pids))
 
 
+def executed(script: Path, directory: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
 def test_results_are_in_the_order_of_ranks(start: Start) -> None:
     adders = start(Adder, 3, arguments={"start": 1})
     assert adders.world_size == 3
@@ -328,15 +340,7 @@ def test_a_cluster_that_is_open_at_exit_is_closed(tmp_path: Path, hosts: str, st
             """
         )
     )
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = executed(tmp_path / "script.py", tmp_path)
     assert done.returncode == status
     lines = {line for line in done.stderr.splitlines() if not line.endswith(" has joined")}
     assert lines == ({"waiting for 2 hosts"} if hosts != "None" else set())
@@ -364,15 +368,7 @@ def test_the_exit_is_delayed_for_a_limited_time(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = executed(tmp_path / "script.py", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     deadline = time.monotonic() + 30
     while alive(int(done.stdout)) and time.monotonic() < deadline:
@@ -383,14 +379,6 @@ def test_the_exit_is_delayed_for_a_limited_time(tmp_path: Path) -> None:
 def test_the_documented_example_runs(tmp_path: Path) -> None:
     page, program = (ROOT / "docs/ROLES.md").read_text(), ROOT / "examples/roles.py"
     assert f"```python\n{program.read_text()}```" in page
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = executed(program, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"$ python examples/roles.py\n{done.stdout}```" in page

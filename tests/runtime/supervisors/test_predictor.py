@@ -16,8 +16,7 @@ from rollweave.runtime.supervisors import predictor as live
 from rollweave.runtime.supervisors.predictor import (
     PredictorSupervisor,
     ProcessPredictor,
-    in_process,
-    in_thread,
+    ThreadPredictor,
 )
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import TrajectoryId
@@ -111,11 +110,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Open]:
 
     def start(kind: str, regressor: str = "ridge", *, silent_s: float = live.SILENT_S) -> Bench:
         spec, log = PredictorSpec(regressor=regressor), tmp_path / "predictor.log"
-        odd = functools.partial(in_process, module="tests.runtime.odd_predictor")
+        own = {"module": "tests.runtime.odd_predictor"} if kind == "odd" else {}
         link = (
-            in_thread(spec)
+            functools.partial(ThreadPredictor, spec)
             if kind == "thread"
-            else (in_process if kind == "process" else odd)(spec, log=log)
+            else functools.partial(ProcessPredictor, spec, log=log, **own)
         )
         benches.append(Bench(link, tasks, silent_s=silent_s))
         return benches[-1]

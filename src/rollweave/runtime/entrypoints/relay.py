@@ -7,6 +7,7 @@ import os
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.tasks import until_set
 from rollweave.schema.weights import (
     HEARTBEAT_S,
     FetchVersion,
@@ -48,14 +49,12 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
         loop.call_soon_threadsafe(execute, decode(payload))
 
     parent.listen(on_frame)
-    while not stopped.is_set():
+
+    def beat() -> None:
         received, whole = relay.progress()
         send(RelayHeartbeat(received=received, whole=whole))
-        try:
-            async with asyncio.timeout(HEARTBEAT_S):
-                await stopped.wait()
-        except TimeoutError:
-            continue
+
+    await until_set(stopped, HEARTBEAT_S, beat)
     await relay.close()
 
 

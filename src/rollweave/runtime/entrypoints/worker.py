@@ -13,7 +13,7 @@ from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.episodes import Episodes, Images, RemoteExchange
 from rollweave.runtime.loopwatch import COMPONENT, LoopWatch
 from rollweave.runtime.pump import RunClock
-from rollweave.runtime.tasks import TaskDrawer, Tasks
+from rollweave.runtime.tasks import TaskDrawer, Tasks, until_set
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import GrantImage
 from rollweave.schema.rollouts import (
@@ -54,6 +54,9 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     def warn(component: str, message: str) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
 
+    def beat() -> None:
+        report(WorkerBeat(images=images.waits(), services=episodes.service_waits()))
+
     def execute(message: RolloutWorkerCommand) -> None:
         if isinstance(message, StopRolloutWorker):
             stopped.set()
@@ -85,14 +88,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
                 )
                 parent.listen(on_frame)
                 report(WorkerReady(now=clock.now()))
-                while not stopped.is_set():
-                    beat = WorkerBeat(images=images.waits(), services=episodes.service_waits())
-                    report(beat)
-                    try:
-                        async with asyncio.timeout(BEAT_S):
-                            await stopped.wait()
-                    except TimeoutError:
-                        continue
+                await until_set(stopped, BEAT_S, beat)
                 tasks.cancel_all()
     finally:
         await episodes.close()

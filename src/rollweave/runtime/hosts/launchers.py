@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollweave.io.child import ChildProcess, spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.hosts import LOOPBACK, resources
+from rollweave.schema.base import Struct
 from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import (
@@ -32,6 +33,7 @@ from rollweave.schema.hosts import (
     StartAgents,
     StopAgents,
 )
+from rollweave.schema.roles import ServeReport
 
 RETRY_S = 1.0
 """Seconds between the end of an agent on this machine and its next start."""
@@ -41,8 +43,6 @@ CLOSE_S = 10.0
 
 RAY_CONNECT_S = 90.0
 """Maximum seconds to import Ray and to connect to its cluster."""
-
-_decode = decoder_of(RayReport)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class LocalLauncher:
         self._closing = True
         for retry in self._retries.values():
             retry.cancel()
-        await _end(list(self._agents.values()))
+        await end(list(self._agents.values()), CLOSE_S)
 
     def _spawn(self, number: int, spec: AgentSpec) -> None:
         def on_gone(reason: str) -> None:
@@ -169,12 +169,68 @@ class LocalLauncher:
         self._agents[number].send(encode(spec))
 
 
-class RayLauncher:
-    """Lets Ray start agents on its nodes, through a child process that is
-    Ray's driver (`runtime/hosts/on_ray`).
+_decode = decoder_of(RayReport | ServeReport)
 
-    The controller itself does not connect to Ray, which would end it with its node.
+
+class RayDriver:
+    """The process of Ray's driver (`runtime/entrypoints/ray`). This process itself does
+    not connect to Ray, which would end it with its node.
+
+    Its first report is the `answer`, or an instance of `failed` if the process is lost
+    first; `on_report` receives further ones, and `on_lost` why a driver that has
+    answered is lost.
     """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        log: Path,
+        command: Struct,
+        failed: Callable[..., Any],
+        on_report: Callable[[Any], None] = lambda _: None,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Start the process, and send it its first command."""
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._failed, self._on_report, self._on_lost = failed, on_report, on_lost
+        self._closing = False
+        self._process = spawn(
+            name=name,
+            module="rollweave.runtime.entrypoints.ray",
+            log=log,
+            env={},
+            on_frame=self._on_frame,
+            on_gone=self._on_gone,
+        )
+        self.send(command)
+
+    def send(self, command: Struct) -> None:
+        """Send a further command."""
+        self._process.send(encode(command))
+
+    async def close(self, stop: Struct, within_s: float) -> None:
+        """Ask the process to end, and kill it if it does not."""
+        self._closing = True
+        self.send(stop)
+        await end([self._process], within_s)
+
+    def _on_frame(self, payload: bytes) -> None:
+        report = _decode(payload)
+        if self.answer.done():
+            self._on_report(report)
+        else:
+            self.answer.set_result(report)
+
+    def _on_gone(self, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_result(self._failed(error=reason))
+        elif not self._closing:
+            self._on_lost(reason)
+
+
+class RayLauncher:
+    """Lets Ray start agents on its nodes, through its driver."""
 
     def __init__(
         self,
@@ -188,26 +244,29 @@ class RayLauncher:
     ) -> None:
         self._cluster, self._logs, self._on_status, self._fail = cluster, logs, on_status, fail
         self._labels, self._programs = tuple(labels), programs
-        self._driver: ChildProcess | None = None
-        self._reach: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
-        self._closing = False
+        self._driver: RayDriver | None = None
 
     async def open(self) -> Reach:
         """Connect to the cluster. Raises ConfigError."""
-        self._driver = spawn(
+        self._driver = RayDriver(
             name="ray",
-            module="rollweave.runtime.entrypoints.ray",
             log=self._logs / "ray.log",
-            env={},
-            on_frame=self._on_frame,
-            on_gone=self._on_gone,
+            command=ConnectRay(address=self._cluster.ray),
+            failed=RayFailed,
+            on_report=self._on_report,
+            on_lost=self._on_lost,
         )
-        self._driver.send(encode(ConnectRay(address=self._cluster.ray)))
         try:
             async with asyncio.timeout(RAY_CONNECT_S):
-                return await self._reach
+                answer = await self._driver.answer
         except TimeoutError:
-            raise ConfigError(self._unreachable(f"no answer in {RAY_CONNECT_S:g} s")) from None
+            answer = RayFailed(error=f"no answer in {RAY_CONNECT_S:g} s")
+        if isinstance(answer, RayConnected):
+            return Reach(address=answer.address, hosts=answer.hosts)
+        raise ConfigError(
+            "cluster.launcher must name a Ray cluster that has a node on this machine, got "
+            f"{self._cluster.ray}: {answer.error}"
+        )
 
     def start(self, controller: tuple[str, int], secret: bytes) -> None:
         """Start an agent on every node, and on each that joins the cluster, or on
@@ -223,43 +282,28 @@ class RayLauncher:
             variables=self._cluster.env,
             programs=self._programs,
         )
-        self._driver.send(encode(start))
+        self._driver.send(start)
 
     async def close(self) -> None:
         """Leave the cluster; Ray then ends the agents that are left."""
-        self._closing = True
         if self._driver is not None:
-            self._driver.send(encode(StopAgents()))
-            await _end([self._driver])
+            await self._driver.close(StopAgents(), CLOSE_S)
 
-    def _unreachable(self, reason: str) -> str:
-        return (
-            "cluster.launcher must name a Ray cluster that has a node on this machine, got "
-            f"{self._cluster.ray}: {reason}"
-        )
-
-    def _on_frame(self, payload: bytes) -> None:
-        match _decode(payload):
-            case RayConnected(address=address, hosts=hosts) if not self._reach.done():
-                self._reach.set_result(Reach(address=address, hosts=hosts))
-            case RayFailed(error=error) if not self._reach.done():
-                self._reach.set_exception(ConfigError(self._unreachable(error)))
+    def _on_report(self, report: RayReport) -> None:
+        match report:
             case AgentPending(host=host, reason=reason):
                 self._on_status(f"host {host}: {reason}")
             case AgentEnded(host=host, error=error):
                 self._fail(f"host {host}: {error}")
 
-    def _on_gone(self, reason: str) -> None:
-        if not self._reach.done():
-            self._reach.set_exception(ConfigError(self._unreachable(reason)))
-        elif not self._closing:
-            self._fail(f"the connection to Ray is lost, and with it all hosts: {reason}")
+    def _on_lost(self, reason: str) -> None:
+        self._fail(f"the connection to Ray is lost, and with it all hosts: {reason}")
 
 
-async def _end(processes: list[ChildProcess]) -> None:
+async def end(processes: Sequence[ChildProcess], within_s: float) -> None:
     """Wait until these processes have ended; kill those that take too long."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_S):
+        async with asyncio.timeout(within_s):
             await asyncio.gather(*(process.gone() for process in processes))
     for process in processes:
         process.kill()

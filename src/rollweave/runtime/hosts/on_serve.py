@@ -154,20 +154,6 @@ Answer = tuple[int, bytes]
 """Status and body."""
 
 
-class UserModules:
-    """The user's modules in a folder of the instance, which can import them."""
-
-    def __init__(self, archive: bytes, digest: bytes) -> None:
-        """Unpack them. Raises HostError."""
-        self.folder = Path(tempfile.mkdtemp(prefix="rollweave-function-"))
-        unpack(archive, digest, self.folder)
-        sys.path.insert(0, str(self.folder))
-
-    def remove(self) -> None:
-        """Remove the folder: the instance ends."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 class Answers:
     """The answers of an instance, by the keys of their requests."""
 
@@ -205,31 +191,52 @@ UNPROCESSABLE = 422
 """Status of a request that would fail again: no client repeats it."""
 
 
-class RewardApp:
-    """Computes the rewards of one function."""
+class _App:
+    """An instance with the user's modules in a folder, from which it can import
+    them.
+    """
 
-    def __init__(self, deployed: DeployedFunction, archive: bytes, digest: bytes) -> None:
+    media_type: str
+
+    def __init__(self, archive: bytes, digest: bytes) -> None:
         """Unpack the user's modules. Raises HostError."""
-        self._modules = UserModules(archive, digest)
-        config = RewardConfig(
-            name=deployed.name, function=deployed.function, timeout_s=deployed.timeout_s
-        )
-        self._function = FunctionReward(config, threads=EnvThreads())
+        self.folder = Path(tempfile.mkdtemp(prefix="rollweave-function-"))
+        unpack(archive, digest, self.folder)
+        sys.path.insert(0, str(self.folder))
         self._answers = Answers()
 
     def __del__(self) -> None:
         """Remove the modules. Ray Serve calls this before it ends an instance."""
-        self._modules.remove()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def __call__(self, request: Any) -> Any:
         """Answer a request of Starlette."""
         from starlette.responses import Response
 
-        status, body = await self.answer(await request.body())
-        return Response(body, status_code=status, media_type="application/json")
+        key = request.headers.get(IDEMPOTENCY_KEY, "")
+        status, body = await self.answer(key, await request.body())
+        return Response(body, status_code=status, media_type=self.media_type)
 
-    async def answer(self, body: bytes) -> Answer:
-        """Return the answer to a `RewardCall` in JSON."""
+    async def answer(self, key: str, body: bytes) -> Answer:
+        """Return the answer to a request with an idempotency key."""
+        raise NotImplementedError
+
+
+class RewardApp(_App):
+    """Computes the rewards of one function."""
+
+    media_type = "application/json"
+
+    def __init__(self, deployed: DeployedFunction, archive: bytes, digest: bytes) -> None:
+        super().__init__(archive, digest)
+        config = RewardConfig(
+            name=deployed.name, function=deployed.function, timeout_s=deployed.timeout_s
+        )
+        self._function = FunctionReward(config, threads=EnvThreads())
+
+    async def answer(self, key: str, body: bytes) -> Answer:
+        """Return the answer to a `RewardCall` in JSON, which names its key itself."""
+        del key
         if len(body) > PAYLOAD_BYTES:
             return 413, b"too long"
         try:
@@ -245,36 +252,29 @@ class RewardApp:
             return UNPROCESSABLE, str(error).encode()
 
 
-class RoleApp:
+class RoleApp(_App):
     """Executes the serverless methods of one role, one call after the other, like a
     worker (RollArt §5.2, Listing 1).
     """
+
+    media_type = "application/octet-stream"
 
     def __init__(self, role: DeployedRole, archive: bytes, digest: bytes) -> None:
         """Construct the worker. Raises HostError, ConfigError, and what the
         constructor raises.
         """
-        self._modules = UserModules(archive, digest)
-        os.chdir(self._modules.folder)  # a script is named by its path from there
+        super().__init__(archive, digest)
+        os.chdir(self.folder)  # a script is named by its path from there
         kind = load(role.reference)
         args, kwargs = constructor_codec(kind).decode(role.arguments)
-        self._calls, self._answers = Calls(kind(*args, **kwargs)), Answers()
+        self._calls = Calls(kind(*args, **kwargs))
         # Once a client has given up on a call, Ray Serve sends the next one.
         self._one_at_a_time = asyncio.Lock()
 
-    def __del__(self) -> None:
-        """Remove the modules. Ray Serve calls this before it ends an instance."""
-        self._modules.remove()
-
-    async def __call__(self, request: Any) -> Any:
-        """Answer a request of Starlette."""
-        from starlette.responses import Response
-
-        status, body = await self.answer(request.headers[IDEMPOTENCY_KEY], await request.body())
-        return Response(body, status_code=status, media_type="application/octet-stream")
-
     async def answer(self, key: str, body: bytes) -> Answer:
         """Return the answer to a `CallMethod`: `Returned` or `Raised`."""
+        if not key:
+            return 400, f"a request must have the header {IDEMPOTENCY_KEY}".encode()
         try:
             command = msgspec.msgpack.decode(body, type=CallMethod)
         except msgspec.DecodeError as error:

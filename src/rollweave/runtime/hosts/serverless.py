@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.core.policy.waiting import Wait
-from rollweave.io.child import spawn
 from rollweave.io.extras import how_to_install, missing_from
-from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import user_files
+from rollweave.runtime.hosts.launchers import RayDriver
 from rollweave.runtime.tasks import name_long_waits
 from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.config.root import RunConfig
@@ -25,7 +24,6 @@ from rollweave.schema.roles import (
     DeployFunctions,
     FunctionsDeployed,
     RemoveFunctions,
-    ServeReport,
 )
 
 REMOVE_S = 20.0
@@ -113,51 +111,24 @@ async def on_ray_serve(
         # agents reserve all CPUs of the nodes that they are on
         cpus=0.0 if ray is not None and ray.hosts is None else 1.0,
     )
-    answered: asyncio.Future[FunctionsDeployed | DeployFailed] = (
-        asyncio.get_running_loop().create_future()
-    )
-    decode, closing = decoder_of(ServeReport), False
-
-    def on_frame(payload: bytes) -> None:
-        if not answered.done():
-            answered.set_result(decode(payload))
-
-    def on_gone(reason: str) -> None:
-        if not answered.done():
-            answered.set_result(DeployFailed(error=reason))
-        elif not closing:
-            on_lost(f"{names}: the connection to Ray is lost: {reason}")
-
-    process = spawn(
+    driver = RayDriver(
         name="serverless",
-        module="rollweave.runtime.entrypoints.ray",
         log=log,
-        env={},
-        on_frame=on_frame,
-        on_gone=on_gone,
+        command=command,
+        failed=DeployFailed,
+        on_lost=lambda reason: on_lost(f"{names}: the connection to Ray is lost: {reason}"),
     )
     try:
-        process.send(encode(command))
-        report = await _report(answered, names, limit_s=deploy_s, on_status=on_status)
+        report = await _answer(driver, names, limit_s=deploy_s, on_status=on_status)
         if isinstance(report, DeployFailed):
             raise ConfigError(f"{names} must be deployed on Ray Serve: {report.error}")
         yield report.urls
     finally:
-        closing = True
-        process.send(encode(RemoveFunctions()))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REMOVE_S):
-                await process.gone()
-        process.kill()
-        await process.gone()
+        await driver.close(RemoveFunctions(), REMOVE_S)
 
 
-async def _report(
-    answered: asyncio.Future[FunctionsDeployed | DeployFailed],
-    names: str,
-    *,
-    limit_s: float,
-    on_status: Callable[[str], None],
+async def _answer(
+    driver: RayDriver, names: str, *, limit_s: float, on_status: Callable[[str], None]
 ) -> FunctionsDeployed | DeployFailed:
     """Return the answer about the functions, or a failure after `limit_s` seconds. A
     long wait is named.
@@ -172,7 +143,8 @@ async def _report(
     )
     try:
         async with asyncio.timeout(limit_s):
-            return await answered
+            answer: FunctionsDeployed | DeployFailed = await driver.answer
+            return answer
     except TimeoutError:
         return DeployFailed(error=f"no answer in {limit_s:g} s")
     finally:

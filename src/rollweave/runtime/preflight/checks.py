@@ -57,6 +57,20 @@ def refused(error: FieldError, within: str = "") -> Check:
     return fail(f"{within}.{error.field}".removeprefix("."), error.problem)
 
 
+def passing(
+    name: str, check: Callable[[], str], *errors: type[Exception], within: str = ""
+) -> Check:
+    """Return what a check has found, or the failure that it raises, which is one of
+    `errors`. The field of a `FieldError` is in the section `within`, if that is given.
+    """
+    try:
+        return ok(name, check())
+    except errors as error:
+        if within and isinstance(error, FieldError):
+            return refused(error, within)
+        return fail(name, str(error))
+
+
 def refusing(check: Callable[P, Iterator[Check]]) -> Callable[P, Iterator[Check]]:
     """Let a check end with a failure for each `FieldError` that it raises."""
 

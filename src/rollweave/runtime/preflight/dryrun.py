@@ -4,6 +4,7 @@ All checks are made even if some fail, so that the user learns of every problem 
 """
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollweave.runtime.preflight.checks import (
     fail,
     must_pass,
     ok,
+    passing,
     refused,
     refusing,
     warn,
@@ -54,6 +56,7 @@ from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.conflicts import without_effect
 from rollweave.schema.config.engines import EngineConfig
+from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
 from rollweave.schema.events import EngineSlot
@@ -279,37 +282,34 @@ def _servers(config: RunConfig, site: Site) -> Iterator[Check]:
     if config.sim is not None or config.cluster is not None or not site.is_here:
         return
     for number, group in enumerate(config.engines):
+        field = f"engines.{number}"
         if group.address:
-            yield from _attached(config, number, group)
+            attached = functools.partial(_attached, config, number, group)
+            yield passing(f"{field}.address", attached, ConfigError, within=field)
         elif group.server is not None:
-            kind, field = kind_of(group.server), f"engines.{number}.python"
-            try:
-                version = kind.version(
-                    group.python,
-                    routes=config.algorithm.routing_replay,
-                    moves_kv=group.phase != "both",
-                )
-                yield ok(field, f"{kind.name} {version} in {group.python}")
-            except ConfigError as error:
-                yield fail(field, str(error))
+            version = functools.partial(_version, config, group)
+            yield passing(f"{field}.python", version, ConfigError)
 
 
-def _attached(config: RunConfig, number: int, group: EngineConfig) -> Iterator[Check]:
-    """Check the servers of a group that the run does not start."""
-    field, run = f"engines.{number}", RunDir(Path(config.run.dir) / config.run.name)
+def _version(config: RunConfig, group: EngineConfig) -> str:
+    """Describe the server of a group that the run starts. Raises ConfigError."""
+    assert group.server is not None, "the caller checks it"
+    kind, routes = kind_of(group.server), config.algorithm.routing_replay
+    version = kind.version(group.python, routes=routes, moves_kv=group.phase != "both")
+    return f"{kind.name} {version} in {group.python}"
+
+
+def _attached(config: RunConfig, number: int, group: EngineConfig) -> str:
+    """Describe the servers of a group that the run does not start. Raises
+    ConfigError.
+    """
+    run = RunDir(Path(config.run.dir) / config.run.name)
     slot = EngineSlot(id=EngineId(""), degree=group.degree, group=number)
     assert group.server is not None, "the configuration has addresses of servers only"
     kind = kind_of(group.server)
-    try:
-        servers = check_servers(kind, engine_spec(config, run, slot))
-    except FieldError as error:
-        yield refused(error, field)
-    except ConfigError as error:
-        yield fail(f"{field}.address", str(error))
-    else:
-        found = zip(group.address, servers, strict=True)
-        detail = ", ".join(f"{kind.name} {about.version} at {url}" for url, about in found)
-        yield ok(f"{field}.address", detail)
+    servers = check_servers(kind, engine_spec(config, run, slot))
+    found = zip(group.address, servers, strict=True)
+    return ", ".join(f"{kind.name} {about.version} at {url}" for url, about in found)
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:
@@ -343,18 +343,15 @@ def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
     # most runs need no HTTP client
     from rollweave.rollout.rewards import check_reward
 
+    def value(reward: RewardConfig) -> str:
+        domain = reward.tasks[0] if reward.tasks else config.tasks[0].name
+        value = check_reward(reward, domain=domain, limit_s=REWARD_S)
+        return f"{reward.name}: {reward.url} answers, with {value:g}"
+
     for number, reward in asked:
         where = f"rewards.{number}"
-        domain = reward.tasks[0] if reward.tasks else config.tasks[0].name
-        try:
-            value = check_reward(reward, domain=domain, limit_s=REWARD_S)
-        except FieldError as error:
-            yield refused(error, where)
-        except EpisodeStopError as error:
-            yield fail(f"{where}.{reward.kind}", str(error))
-        else:
-            text = f"{reward.name}: {reward.url} answers, with {value:g}"
-            yield ok(f"{where}.{reward.kind}", text)
+        answer = functools.partial(value, reward)
+        yield passing(f"{where}.{reward.kind}", answer, FieldError, EpisodeStopError, within=where)
 
 
 @refusing

@@ -29,7 +29,7 @@ from rollweave.rollout.handler_episode import declared
 from rollweave.rollout.reward_sources import reference_in, reward_function
 from rollweave.runtime.episodes import Images, cache_folder
 from rollweave.runtime.hosts import user_files
-from rollweave.runtime.preflight.checks import Check, Status, fail, failures, ok, warn
+from rollweave.runtime.preflight.checks import Check, Status, fail, failures, ok, passing, warn
 from rollweave.sandbox.blobs import ROUTE, Source, read_text
 from rollweave.sandbox.image_cache import (
     IMAGE_BACKENDS,
@@ -168,23 +168,21 @@ def drops_overlong(task: TaskConfig) -> bool:
 
 def examine_rules(config: RunConfig) -> Iterator[Check]:
     """Check the functions that `[buffer]` and `[[rewards]]` name."""
+
+    def of_buffer(name: str) -> str:
+        rule(name)
+        return f"function {name}"
+
+    def of_reward(owner: str, name: str) -> str:
+        _guarded(functools.partial(reward_function, name), f"{name} must be imported")
+        return f"{owner}: function {name}"
+
     for setting, name in named(config):
-        try:
-            rule(name)
-        except ConfigError as error:
-            yield fail(setting, str(error))
-        else:
-            yield ok(setting, f"function {name}")
+        yield passing(setting, functools.partial(of_buffer, name), ConfigError)
     for number, reward in enumerate(config.rewards):
-        if reward.function is None:
-            continue
-        setting, name = f"rewards.{number}.function", reward.function
-        try:
-            _guarded(functools.partial(reward_function, name), f"{name} must be imported")
-        except (ConfigError, BrokenError) as error:
-            yield fail(setting, str(error))
-        else:
-            yield ok(setting, f"{reward.name}: function {name}")
+        if reward.function is not None:
+            check = functools.partial(of_reward, reward.name, reward.function)
+            yield passing(f"rewards.{number}.function", check, ConfigError, BrokenError)
 
 
 def declared_by(config: RunConfig) -> Declared:

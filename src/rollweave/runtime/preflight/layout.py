@@ -25,7 +25,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import FieldErrors
 from rollweave.schema.events import EngineSlot, WorkerSlot
-from rollweave.schema.hosts import Device, Need, RankSlot, interpreter
+from rollweave.schema.hosts import Device, Need, RankSlot, Resources, interpreter
 from rollweave.schema.text import human_bytes
 from rollweave.train.needs import rank_needs
 from rollweave.weights.checkpoint import ModelShape
@@ -219,7 +219,9 @@ class _Plan:
         self._config, self._hosts = config, hosts
         self._names = {host.slot.number: host.name for host in hosts or ()}
         self._on_gpu = config.model.device == "cuda"
-        self._gpus = [device.index for host in (hosts or ())[:1] for device in host.devices]
+        self._gpus = [
+            device.index for host in (hosts or ())[:1] for device in host.resources.devices
+        ]
 
     def beside_the_controller(self, kind: str, name: str = "") -> Process:
         """Return a process on the controller's machine."""
@@ -287,7 +289,7 @@ def check_layout(
     """Refuse processes that have no place, or that need too much memory."""
     if hosts is None:
         return
-    count = sum(len(host.devices) for host in hosts)
+    count = sum(len(host.resources.devices) for host in hosts)
     try:
         config.check_on_gpus(groups_on_gpus(config, [host.slot for host in hosts]))
     except FieldErrors as error:
@@ -340,19 +342,25 @@ def _apart(config: RunConfig, layout: Layout) -> str:
     )
 
 
+def _machines(
+    processes: Sequence[Process], hosts: Sequence[PlannedHost]
+) -> Iterator[tuple[str, Resources, list[Process]]]:
+    """Yield the name and the resources of each machine, and the processes there."""
+    for machine, resources in {host.machine: host.resources for host in hosts}.items():
+        names = {host.name for host in hosts if host.machine == machine}
+        yield machine, resources, [one for one in processes if one.host in names]
+
+
 def _memories(processes: Sequence[Process], hosts: Sequence[PlannedHost]) -> Iterator[Memory]:
-    for machine in dict.fromkeys(host.machine for host in hosts):
-        members = {host.name: host for host in hosts if host.machine == machine}
-        users = [process for process in processes if process.host in members]
-        first = next(iter(members.values()))
-        for device in first.devices:
+    for machine, resources, users in _machines(processes, hosts):
+        for device in resources.devices:
             yield Memory(
                 host=machine,
                 device=device,
                 nbytes=device.memory_bytes,
                 users=tuple(user for user in users if device.index in user.devices),
             )
-        yield Memory(host=machine, device=None, nbytes=first.memory_bytes, users=tuple(users))
+        yield Memory(host=machine, device=None, nbytes=resources.memory_bytes, users=tuple(users))
 
 
 def _check_cores(
@@ -361,12 +369,10 @@ def _check_cores(
     """Warn of hosts whose processes share cores. A run on one machine is described in
     any case.
     """
-    for machine in dict.fromkeys(host.machine for host in hosts):
-        members = {host.name: host for host in hosts if host.machine == machine}
-        users = [process for process in layout.processes if process.host in members]
+    for machine, resources, users in _machines(layout.processes, hosts):
         counts = Counter(user.kind for user in users if user.threads)
         threads = sum(user.threads for user in users)
-        count = next(iter(members.values())).cpus
+        count = resources.cpus
         kinds = " + ".join(_counted(number, kind) for kind, number in counts.items())
         on = f"{_counted(threads, 'thread')} on {_counted(count, 'core')}"
         text = f"{machine}: {kinds} with {on}"

@@ -5,6 +5,7 @@ model from scratch on the CPU.
 """
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,16 @@ from rollweave.record.store import STORED_TOKEN_BYTES
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.template import DEFAULT, ChatTemplate, configured
 from rollweave.runtime.checkpoints import checkpoint_bytes, model_directory
-from rollweave.runtime.preflight.checks import Check, fail, failures, ok, refused, refusing, warn
+from rollweave.runtime.preflight.checks import (
+    Check,
+    fail,
+    failures,
+    ok,
+    passing,
+    refused,
+    refusing,
+    warn,
+)
 from rollweave.runtime.preflight.environments import Domain
 from rollweave.runtime.preflight.layout import COMFORT, Layout, check_fit, check_layout, lay_out
 from rollweave.runtime.preflight.prompts import (
@@ -27,7 +37,7 @@ from rollweave.runtime.preflight.prompts import (
 )
 from rollweave.runtime.preflight.site import Site, with_device
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.training import LoraConfig
+from rollweave.schema.config.training import LoraConfig, TeacherConfig
 from rollweave.schema.errors import ConfigError, FieldError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.schema.text import human_bytes
@@ -203,13 +213,11 @@ def _teacher(config: RunConfig, codec: ChatCodec, site: Site) -> Iterator[Check]
     # most runs need no HTTP client
     from rollweave.rollout.teacher import check_teacher
 
-    try:
-        compared = check_teacher(config.teacher, codec.tokenizer, limit_s=TEACHER_S)
-    except ConfigError as error:
-        yield fail("teacher", str(error))
-    else:
-        text = f"has the model's vocabulary, by {compared} of its tokens"
-        yield ok("teacher", f"{config.teacher.url}: {text}")
+    def compare(teacher: TeacherConfig) -> str:
+        compared = check_teacher(teacher, codec.tokenizer, limit_s=TEACHER_S)
+        return f"{teacher.url}: has the model's vocabulary, by {compared} of its tokens"
+
+    yield passing("teacher", functools.partial(compare, config.teacher), ConfigError)
 
 
 def _shape_of(config: RunConfig, words: Iterable[str] = ()) -> ModelShape:

@@ -23,18 +23,14 @@ HERE = "this host"
 
 
 class PlannedHost(Struct, frozen=True, kw_only=True):
-    """A host, its CPU cores, and its memory in bytes, 0 if unknown.
-
-    `devices` are its GPUs, with the indices of `slot` and the memory that a run may
-    use. Hosts of one `machine` share its memory.
+    """A host, whose GPUs have the indices of `slot`, and the memory that a run may use,
+    0 if unknown. Hosts of one `machine` share its resources.
     """
 
     slot: HostSlot
     name: str
     machine: str
-    cpus: int
-    memory_bytes: int
-    devices: tuple[Device, ...] = ()
+    resources: Resources
 
 
 class Site(Struct, frozen=True, kw_only=True):
@@ -64,9 +60,7 @@ class Site(Struct, frozen=True, kw_only=True):
                     slot=slot_of(config.pools, number, name, host),
                     name=name,
                     machine=name,
-                    cpus=host.cpus,
-                    memory_bytes=host.memory_bytes,
-                    devices=host.devices,
+                    resources=host,
                 )
                 for number, (name, host) in enumerate(self.described.items())
             ]
@@ -101,16 +95,15 @@ def _one_machine(config: RunConfig, machine: str, resources: Resources) -> list[
     """Return the hosts for which a machine with these resources stands."""
     relays = config.weights.relays
     names = hosts_here(relays).by_number
-    devices = () if config.model.device == "cpu" else resources.devices
-    indices = [device.index for device in devices]
+    if config.model.device == "cpu":
+        resources = msgspec.structs.replace(resources, devices=())
+    indices = [device.index for device in resources.devices]
     return [
         PlannedHost(
             slot=slot,
             name=names[slot.number].name if relays else machine,
             machine=machine,
-            cpus=resources.cpus,
-            memory_bytes=resources.memory_bytes,
-            devices=devices,
+            resources=resources,
         )
         for slot in one_machine(relays, config.pools, indices)
     ]
@@ -141,6 +134,6 @@ def with_device(config: RunConfig, hosts: Sequence[PlannedHost] | None) -> RunCo
     """
     if config.model.device != "auto":
         return config
-    device = "cuda" if any(host.devices for host in hosts or ()) else "cpu"
+    device = "cuda" if any(host.resources.devices for host in hosts or ()) else "cpu"
     model = config.model.model_copy(update={"device": device})
     return config.model_copy(update={"model": model})

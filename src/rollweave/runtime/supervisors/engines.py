@@ -7,14 +7,16 @@ without a report.
 """
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollweave.engine.clients.base import Beats, Generates, MovesKv, TakesWeights
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.runtime.hosts.hosts import Hosts, hosts_here
-from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
+from rollweave.runtime.supervisors.supervisor import Supervised, TracedSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
@@ -141,7 +143,7 @@ class EngineProcess(Supervised[Generates]):
     """True while weights are loaded, which has its own time limit in the core."""
 
 
-class EngineSupervisor:
+class EngineSupervisor(TracedSupervisor[EngineProcess, Ready]):
     """All engines of a world.
 
     `make(slot, epoch)` starts a process, and may raise OSError. `manifests` locates
@@ -150,6 +152,8 @@ class EngineSupervisor:
     between engines on one machine and through TCP between others, unless `kv_over` is
     given; a migration takes at most `migration_s` seconds.
     """
+
+    category = ENGINES
 
     def __init__(
         self,
@@ -171,57 +175,67 @@ class EngineSupervisor:
         """`reply_s` limits the reply to a heartbeat; None if another component monitors
         the engines. `slow_s` limits one step of an engine, and its silence.
         """
-        self._make, self._tasks, self._post = make, tasks, post
-        self._clock, self._trace = clock, trace
+        super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
+        self._make = make
         self._manifests, self._checkpoint = manifests or Manifests(), checkpoint
         self._hosts = hosts if hosts is not None else hosts_here(0)
         self._kv_over, self._migration_s = kv_over, migration_s
         self._reply_s, self._heartbeat_s, self._slow_s = reply_s, heartbeat_s, slow_s
-        self._engines = Supervisor[EngineProcess, Ready](
-            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
-        )
 
     def start(self, slots: Iterable[EngineSlot]) -> None:
         """Start epoch 0 of each engine, at the beginning of a life."""
         for slot in slots:
-            self._begin(slot)
+            self._begin_at(slot)
 
     def add(self, command: StartEngine) -> None:
-        self._begin(_slot(command))
+        self._begin_at(_slot(command))
 
     def restart(self, command: RestartEngine) -> None:
-        self._begin(_slot(command), epoch=command.epoch)
+        self._begin_at(_slot(command), epoch=command.epoch)
 
     def remove(self, command: RemoveEngine) -> None:
-        if self._engines.remove(command.engine_id) is not None:
-            self._trace.instant(ENGINES, command.engine_id, "removed", self._clock())
+        if self._remove(command.engine_id) is not None:
+            self._mark(command.engine_id, "removed")
 
     def backend(self, engine_id: EngineId) -> Generates | None:
         """Return the engine's living process, if it has one."""
-        engine = self._engines.get(engine_id)
+        engine = self._processes.get(engine_id)
         return engine.link if engine is not None else None
 
-    def _taking(self, engine_id: EngineId) -> tuple[EngineProcess, TakesWeights] | None:
-        """Return the engine's living process, which takes weights, if it has one."""
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.link is None:
-            return None  # the event of its loss follows
-        assert isinstance(engine.link, TakesWeights), f"{engine_id} takes no weights"
-        return engine, engine.link
-
     def suspend(self, command: SuspendEngine) -> None:
-        self._tasks.spawn(self._suspend(command), f"suspend {command.engine_id}")
+        self._give(self._suspend, command, f"suspend {command.engine_id}")
 
     def stage(self, command: StageWeights) -> None:
-        self._tasks.spawn(self._stage(command), f"stage {command.engine_id}")
+        self._give(self._stage, command, f"stage {command.engine_id}")
 
     def load(self, command: LoadWeights) -> None:
-        self._tasks.spawn(self._load(command), f"load {command.engine_id}")
+        self._give(self._load, command, f"load {command.engine_id}")
 
     def resume(self, command: ResumeEngine) -> None:
-        taking = self._taking(command.engine_id)
-        if taking is not None:
-            taking[1].resume()
+        if (link := self.backend(command.engine_id)) is not None:
+            assert isinstance(link, TakesWeights), f"{command.engine_id} takes no weights"
+            link.resume()
+
+    def _give(
+        self,
+        handle: Callable[..., Coroutine[Any, Any, None]],
+        command: SuspendEngine | StageWeights | LoadWeights,
+        name: str,
+    ) -> None:
+        """Let an engine, if it lives, execute a command about its weights by
+        `handle(engine, link, command)`. If it is lost meanwhile, its loss is posted
+        separately.
+        """
+
+        async def execute() -> None:
+            engine = self._processes.get(command.engine_id)
+            if engine is None or engine.link is None:
+                return
+            assert isinstance(engine.link, TakesWeights), f"{engine.name} takes no weights"
+            with contextlib.suppress(EngineError):
+                await handle(engine, engine.link, command)
+
+        self._tasks.spawn(execute(), name)
 
     def migrate(self, command: Migrate, tokens: Sequence[int] | None) -> None:
         """Copy the KV of `tokens`, the attempt's whole context; None if the attempt is
@@ -232,7 +246,7 @@ class EngineSupervisor:
     async def sample(self) -> dict[EngineId, EngineStats]:
         """Return the statistics of every engine that replies."""
         stats: dict[EngineId, EngineStats] = {}
-        for engine in self._engines:
+        for engine in list(self._processes.values()):
             if engine.link is None:
                 continue
             try:
@@ -241,22 +255,15 @@ class EngineSupervisor:
                 continue  # its loss is an event by itself
         return stats
 
-    async def close(self) -> None:
-        """End every engine, in order if it can."""
-        await self._engines.close()
+    def _begin_at(self, slot: EngineSlot, epoch: int = 0) -> None:
+        self._begin(EngineProcess(name=slot.id, epoch=epoch, slot=slot))
 
-    def _begin(self, slot: EngineSlot, epoch: int = 0) -> None:
-        self._engines.begin(EngineProcess(name=slot.id, epoch=epoch, slot=slot))
-
-    async def _start(self, engine: EngineProcess) -> Ready:
-        engine.started_at = self._clock()
+    async def _open(self, engine: EngineProcess) -> Ready:
         engine.link = self._make(engine.slot, engine.epoch)
         return await engine.link.ready()
 
-    async def _watch(self, engine: EngineProcess, ready: Ready) -> str:
-        self._trace.span(
-            ENGINES, engine.name, "start", engine.started_at, self._clock(), epoch=engine.epoch
-        )
+    def _on_ready(self, engine: EngineProcess, ready: Ready) -> None:
+        super()._on_ready(engine, ready)
         joined = EngineJoined(
             engine_id=engine.slot.id,
             epoch=engine.epoch,
@@ -270,19 +277,17 @@ class EngineSupervisor:
             lent=ready.lent,
         )
         self._post(joined)
-        assert engine.link is not None, "the engine is ready"
-        return await self._monitor(engine, engine.link)
 
-    async def _monitor(self, engine: EngineProcess, backend: Generates) -> str:
+    async def _until_lost(self, engine: EngineProcess) -> str:
         """Send heartbeats until the engine is lost or hangs, and return the reason.
 
         The loss of a process is known at once. One that lives is slow until it has been
         silent, or in one step, for `slow_s`: an engine may hang while it has no turn
         whose timeout would show it.
         """
-        reply_s = self._reply_s
+        backend, reply_s = engine.link, self._reply_s
         if reply_s is None or not isinstance(backend, Beats):
-            return await until_lost(backend)
+            return await super()._until_lost(engine)
         most = max(MISSED_HEARTBEATS, math.ceil(self._slow_s / (reply_s + self._heartbeat_s)))
         missed = 0
         while missed < most:
@@ -296,43 +301,31 @@ class EngineSupervisor:
         return f"no answer to {most} heartbeats in a row"
 
     def _on_lost(self, engine: EngineProcess, error: Exception | str) -> None:
-        self._trace.instant(ENGINES, engine.name, "lost", self._clock())
+        super()._on_lost(engine, error)
         self._post(EngineLost(engine_id=engine.slot.id, epoch=engine.epoch, error=str(error)))
 
-    async def _suspend(self, command: SuspendEngine) -> None:
-        taking = self._taking(command.engine_id)
-        if taking is None:
-            return
-        engine, link = taking
-        try:
-            await link.suspend(release=command.release)
-        except EngineError:
-            return  # the event of its loss follows
+    async def _suspend(
+        self, engine: EngineProcess, link: TakesWeights, command: SuspendEngine
+    ) -> None:
+        await link.suspend(release=command.release)
         self._post(EngineSuspended(engine_id=engine.slot.id, epoch=engine.epoch))
 
-    async def _stage(self, command: StageWeights) -> None:
+    async def _stage(
+        self, engine: EngineProcess, link: TakesWeights, command: StageWeights
+    ) -> None:
         engine_id, publication_id = command.engine_id, command.publication_id
-        taking = self._taking(engine_id)
-        if taking is None:
-            return
-        engine, link = taking
         manifest = self._manifests.on_host(engine.slot.host, publication_id)
         started = self._clock()
         staging = None if manifest is None else link.stage(manifest)
         if not await self._finish(staging, engine, publication_id, StagingFailed):
             return
-        lane = f"{engine_id} weights"
-        self._trace.span(ENGINES, lane, f"v{command.version}", started, self._clock())
+        self._span(f"{engine_id} weights", f"v{command.version}", started)
         self._post(
             WeightsStaged(engine_id=engine_id, epoch=engine.epoch, publication_id=publication_id)
         )
 
-    async def _load(self, command: LoadWeights) -> None:
+    async def _load(self, engine: EngineProcess, link: TakesWeights, command: LoadWeights) -> None:
         engine_id, publication_id = command.engine_id, command.publication_id
-        taking = self._taking(engine_id)
-        if taking is None:
-            return
-        engine, link = taking
         source = self._source(engine.slot.host, command)
         started = self._clock()
         engine.loading = True
@@ -343,9 +336,7 @@ class EngineSupervisor:
         finally:
             engine.loading = False
         where = "" if command.from_checkpoint is None else " from its checkpoint"
-        self._trace.span(
-            ENGINES, engine_id, f"load v{command.version}{where}", started, self._clock()
-        )
+        self._span(engine_id, f"load v{command.version}{where}", started)
         self._post(
             WeightsLoaded(
                 engine_id=engine_id,
@@ -374,7 +365,7 @@ class EngineSupervisor:
         """Wait until an engine has received weights; return False if it has not.
 
         `giving` is None if the weights are gone. Post `failed` in this case, and if the
-        engine refuses them. If the engine is lost, its loss is posted separately.
+        engine refuses them. Raises EngineError if the engine is lost.
         """
         try:
             if giving is None:
@@ -389,8 +380,6 @@ class EngineSupervisor:
                     error=str(error),
                 )
             )
-            return False
-        except EngineError:
             return False
         return True
 
@@ -409,8 +398,8 @@ class EngineSupervisor:
             if not error
             else f"nothing from {command.source}"
         )
-        lane, key = f"{command.target} kv", f"{command.trajectory_id}/{command.attempt}"
-        self._trace.span(ENGINES, lane, name, started, self._clock(), trajectory=key, error=error)
+        key = f"{command.trajectory_id}/{command.attempt}"
+        self._span(f"{command.target} kv", name, started, trajectory=key, error=error)
         self._post(
             MigrationDone(
                 number=command.number,
@@ -422,7 +411,7 @@ class EngineSupervisor:
         )
 
     def _kv_between(self, source: EngineId, target: EngineId) -> KvTransport:
-        first, second = self._engines.get(source), self._engines.get(target)
+        first, second = self._processes.get(source), self._processes.get(target)
         near = (
             first is not None
             and second is not None

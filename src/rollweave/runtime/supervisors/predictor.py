@@ -23,7 +23,7 @@ import msgspec
 
 from rollweave.io.child import spawn
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.supervisors.supervisor import Link, Supervised, Supervisor, until_lost
+from rollweave.runtime.supervisors.supervisor import Link, Supervised, Supervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.errors import WireError
@@ -92,27 +92,18 @@ Raises OSError.
 """
 
 
-def in_process(
-    spec: PredictorSpec, *, log: Path, module: str = "rollweave.runtime.entrypoints.predictor"
-) -> OpenPredictor:
-    """Run the predictor as a child process, `python -m module`."""
-    return lambda on_report: ProcessPredictor(spec, log, module, on_report)
-
-
-def in_thread(spec: PredictorSpec) -> OpenPredictor:
-    """Run the predictor in a thread of this process, for debugging and tests."""
-    return lambda on_report: ThreadPredictor(spec, on_report)
-
-
 class ProcessPredictor:
-    """`PredictorLink` to a child process, whose first frame is a `PredictorSpec`."""
+    """`PredictorLink` to a child process, `python -m module`, whose first frame is a
+    `PredictorSpec`.
+    """
 
     def __init__(
         self,
         spec: PredictorSpec,
-        log: Path,
-        module: str,
         on_report: Callable[[PredictorReport], None],
+        *,
+        log: Path,
+        module: str = "rollweave.runtime.entrypoints.predictor",
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._child = spawn(
@@ -142,7 +133,7 @@ class ProcessPredictor:
 
 
 class ThreadPredictor:
-    """`PredictorLink` to a daemon thread.
+    """`PredictorLink` to a daemon thread, for debugging and tests.
 
     After `kill` its reports are ignored, even while it still computes.
     """
@@ -198,7 +189,7 @@ class PredictorProcess(Supervised[PredictorLink]):
     """Messages that wait for the process's start."""
 
 
-class PredictorSupervisor:
+class PredictorSupervisor(Supervisor[PredictorProcess, None]):
     """The predictor of a run.
 
     `open_predictor` starts a process; `warn` receives each loss and its consequence.
@@ -213,12 +204,10 @@ class PredictorSupervisor:
         warn: Callable[[Warn], None],
         silent_s: float = SILENT_S,
     ) -> None:
+        super().__init__(tasks)
         self._open, self._post, self._warn = open_predictor, post, warn
         self.silent_s = silent_s
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor[PredictorProcess, None](
-            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
-        )
         self._process: PredictorProcess | None = None
         """The process to send to; None before `start`, after `close` and without
         restarts left.
@@ -237,7 +226,7 @@ class PredictorSupervisor:
 
     def start(self) -> None:
         """Start the predictor in the background; messages wait until it is ready."""
-        self._begin(epoch=0)
+        self._begin_epoch(0)
 
     def predict(self, command: Predict, context: LengthContext) -> None:
         """Ask for a prediction in `context`: the command's, completed by the world.
@@ -289,22 +278,18 @@ class PredictorSupervisor:
         """End the predictor, which has nothing to save."""
         self._process = None
         self._stop_timeout()
-        await self._supervisor.close()
+        await super().close()
 
-    def _begin(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         self._sent = self._processed = 0
         self._process = PredictorProcess(name="predictor", epoch=epoch)
-        self._supervisor.begin(self._process)
+        self._begin(self._process)
 
     async def _start(self, process: PredictorProcess) -> None:
         process.link = self._open(self._on_report)
         for message in process.unsent:
             process.link.send(message)
         process.unsent.clear()
-
-    async def _watch(self, process: PredictorProcess, _: None) -> str:
-        assert process.link is not None, "the predictor is started"
-        return await until_lost(process.link)
 
     def _accepts(self) -> bool:
         return self._process is not None and self._unprocessed < MAX_MESSAGES
@@ -399,7 +384,7 @@ class PredictorSupervisor:
             f"{reason}; restarted ({self._stats.restarts} of {MAX_RESTARTS} times), without "
             "its observations"
         )
-        self._begin(process.epoch + 1)
+        self._begin_epoch(process.epoch + 1)
 
     def _stop_timeout(self) -> None:
         if self._timeout is not None:

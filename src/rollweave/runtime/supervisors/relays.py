@@ -32,8 +32,7 @@ from rollweave.runtime.supervisors.engines import Manifests
 from rollweave.runtime.supervisors.supervisor import (
     ProcessLink,
     Supervised,
-    Supervisor,
-    until_lost,
+    TracedSupervisor,
 )
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
@@ -265,11 +264,13 @@ class RelayProcess(Supervised[RelayLink]):
     """None until the relay listens."""
 
 
-class RelaySupervisor:
+class RelaySupervisor(TracedSupervisor[RelayProcess, RelayReady]):
     """All relays of a world, r0, r1, and so on.
 
     It records in `manifests` which versions they have, where engines look them up.
     """
+
+    category = RELAYS
 
     def __init__(
         self,
@@ -283,24 +284,20 @@ class RelaySupervisor:
         clock: Callable[[], float],
         trace: Trace,
     ) -> None:
-        self._hosts = hosts
-        self._open, self._transport = open_relay, transport
-        self._manifests = manifests
-        self._tasks, self._post, self._clock, self._trace = tasks, post, clock, trace
+        super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
+        self._hosts, self._manifests = hosts, manifests
+        self._open_relay, self._transport = open_relay, transport
         self._byte_s = BYTE_S
-        self._relays = Supervisor[RelayProcess, RelayReady](
-            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
-        )
 
     def start(self, count: int) -> None:
         """Start epoch 0 of the relays of the first `count` hosts, at the beginning of a
         life.
         """
         for host in range(count):
-            self._relays.begin(RelayProcess(name=relay_id(host), epoch=0, host=host))
+            self._begin(RelayProcess(name=relay_id(host), epoch=0, host=host))
 
     def fetch(self, command: FetchWeights) -> None:
-        relay = self._relays.get(command.relay_id)
+        relay = self._processes.get(command.relay_id)
         if relay is None or relay.link is None:
             return  # the event of its loss follows
         try:
@@ -312,7 +309,7 @@ class RelaySupervisor:
         keep = (*command.keep, command.base_id) if command.base_id is not None else command.keep
         self._manifests.keep(relay.host, keep)
         chunk = chunk_bytes(
-            manifest.nbytes, nodes=len(self._relays), start_s=CHUNK_S, byte_s=self._byte_s
+            manifest.nbytes, nodes=len(self._processes), start_s=CHUNK_S, byte_s=self._byte_s
         )
         reply = relay.link.fetch(
             FetchVersion(
@@ -330,28 +327,22 @@ class RelaySupervisor:
 
     def restart(self, command: RestartRelay) -> None:
         self._manifests.keep(command.host, ())
-        self._relays.begin(
-            RelayProcess(name=command.relay_id, epoch=command.epoch, host=command.host)
-        )
+        self._begin(RelayProcess(name=command.relay_id, epoch=command.epoch, host=command.host))
 
     def remove(self, command: RemoveRelay) -> None:
-        relay = self._relays.remove(command.relay_id)
+        relay = self._remove(command.relay_id)
         if relay is not None:
             self._manifests.keep(relay.host, ())
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """Return the progress of each running relay (`RelayLink.progress`)."""
-        return {relay.name: relay.link.progress for relay in self._relays if relay.link is not None}
+        links = {name: relay.link for name, relay in self._processes.items()}
+        return {name: link.progress for name, link in links.items() if link is not None}
 
-    async def close(self) -> None:
-        """End every relay, in order if it can."""
-        await self._relays.close()
-
-    async def _start(self, relay: RelayProcess) -> RelayReady:
-        relay.started_at = self._clock()
+    async def _open(self, relay: RelayProcess) -> RelayReady:
         host = self._hosts.host(relay.host)
         spec = RelaySpec(id=relay.name, host=host.address, transport=self._transport)
-        relay.link = self._open(
+        relay.link = self._open_relay(
             host.starting(Program.RELAY, Share()),
             spec,
             lambda silent: self._on_suspected(relay, silent=silent),
@@ -359,32 +350,27 @@ class RelaySupervisor:
         )
         return await relay.link.ready()
 
-    async def _watch(self, relay: RelayProcess, ready: RelayReady) -> str:
+    def _on_ready(self, relay: RelayProcess, ready: RelayReady) -> None:
         relay.address = ready.address
-        self._trace.span(
-            RELAYS, relay.name, "start", relay.started_at, self._clock(), epoch=relay.epoch
-        )
+        super()._on_ready(relay, ready)
         self._post(RelayJoined(relay_id=relay.name, epoch=relay.epoch))
-        assert relay.link is not None, "the relay is ready"
-        return await until_lost(relay.link)
 
     def _on_lost(self, relay: RelayProcess, error: Exception | str) -> None:
         self._manifests.keep(relay.host, ())
-        self._trace.instant(RELAYS, relay.name, "lost", self._clock())
+        super()._on_lost(relay, error)
         self._post(RelayLost(relay_id=relay.name, epoch=relay.epoch, error=str(error)))
 
     def _on_suspected(self, relay: RelayProcess, *, silent: bool) -> None:
         if relay.retired:
             return
-        self._trace.instant(
-            RELAYS, relay.name, "suspected" if silent else "recovered", self._clock()
-        )
+        self._mark(relay.name, "suspected" if silent else "recovered")
         kind = RelaySuspected if silent else RelayRecovered
         self._post(kind(relay_id=relay.name, epoch=relay.epoch))
 
     def _on_stalled(self, relay: RelayProcess, message: VersionStalled) -> None:
         source = next(
-            (other.name for other in self._relays if other.address == message.source), None
+            (other.name for other in self._processes.values() if other.address == message.source),
+            None,
         )
         if not relay.retired and source is not None:
             event = FetchStalled(
@@ -406,7 +392,7 @@ class RelaySupervisor:
             raise WeightsError(f"weights {command.publication_id} are no longer published")
         if command.source is None:
             return manifest, None
-        source = self._relays.get(command.source)
+        source = self._processes.get(command.source)
         if source is None or source.address is None:
             raise WeightsError(f"relay {command.source} is not running")
         return manifest, source.address
@@ -423,7 +409,7 @@ class RelaySupervisor:
             if self._hosts.share_memory(holder, host):
                 parts.append(PartSource(part=number))
             elif command.source is None:
-                relay = self._relays.get(relay_id(holder))
+                relay = self._processes.get(relay_id(holder))
                 manifest = self._manifests.of_trainer(command.publication_id)
                 if relay is None or relay.link is None or relay.address is None:
                     raise WeightsError(f"relay {relay_id(holder)} is not running")
@@ -449,16 +435,8 @@ class RelaySupervisor:
         nbytes, error = (
             (result.nbytes, "") if isinstance(result, VersionFetched) else (0, result.error)
         )
-        self._trace.span(
-            RELAYS,
-            command.relay_id,
-            name,
-            started,
-            self._clock(),
-            base=command.base_id,
-            nbytes=nbytes,
-            error=error,
-        )
+        details = {"base": command.base_id, "nbytes": nbytes, "error": error}
+        self._span(command.relay_id, name, started, **details)
         if isinstance(result, VersionFailed):
             self._post(_failed(command, relay, result.reason, result.error))
             return

@@ -4,23 +4,25 @@ rollout workers.
 
 An epoch is one process from its start to its loss. Invariants: a process starts only
 after the process of the former epoch is closed; every epoch ends in exactly one call of
-`on_lost`, unless the supervisor ended it on purpose. `ready` of a link raises once the
+`_on_lost`, unless the supervisor ended it on purpose. `ready` of a link raises once the
 process is lost; `lost` is done, with the reason, once the process has ended, for
 whatever reason, and is reaped.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollweave.io.child import Spawn
 from rollweave.io.wire import encode
+from rollweave.record.trace import Trace
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
+from rollweave.schema.events import Event
 
 R = TypeVar("R")
 
@@ -143,37 +145,36 @@ S = TypeVar("S", bound=Supervised[Any])
 
 
 class Supervisor(Generic[S, R]):
-    """The newest epoch of each process, by name.
-
-    `start` opens the process's `link` and waits until it is ready; what it raises
-    (`RollweaveError`, `OSError`) counts as a loss. `watch` reports the ready process,
-    waits for its loss and returns the reason. `on_lost` receives that error or reason.
+    """The newest epoch of each process, by name. A subclass says how a process starts,
+    and what its loss means.
     """
 
-    def __init__(
-        self,
-        *,
-        tasks: Tasks,
-        start: Callable[[S], Awaitable[R]],
-        watch: Callable[[S, R], Awaitable[str]],
-        on_lost: Callable[[S, Exception | str], None],
-    ) -> None:
-        self._tasks, self._start, self._watch, self._on_lost = tasks, start, watch, on_lost
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
         self._processes: dict[str, S] = {}
         self._ending: dict[str, S] = {}
         """The last epochs of removed processes, until they are closed."""
 
-    def __len__(self) -> int:
-        return len(self._processes)
+    async def _start(self, process: S) -> R:
+        """Open the process's `link`, and wait until it is ready. What this raises
+        (`RollweaveError`, `OSError`) counts as a loss.
+        """
+        raise NotImplementedError
 
-    def __iter__(self) -> Iterator[S]:
-        return iter(list(self._processes.values()))
+    def _on_ready(self, process: S, ready: R) -> None:
+        """Report the ready process."""
 
-    def get(self, name: str) -> S | None:
-        """Return the newest epoch of a process; None after `remove` and `close`."""
-        return self._processes.get(name)
+    async def _until_lost(self, process: S) -> str:
+        """Wait until a ready process is gone, and return the reason."""
+        assert process.link is not None, "it is ready"
+        reason: str = await asyncio.shield(process.link.lost)
+        return reason
 
-    def begin(self, process: S) -> None:
+    def _on_lost(self, process: S, error: Exception | str) -> None:
+        """Report the loss of a process."""
+        raise NotImplementedError
+
+    def _begin(self, process: S) -> None:
         """Start an epoch, and kill the one that it replaces."""
         former = self._processes.get(process.name) or self._ending.get(process.name)
         self._processes[process.name] = process
@@ -183,7 +184,7 @@ class Supervisor(Generic[S, R]):
             self._supervise(process, former), f"supervise {process.name}.{process.epoch}"
         )
 
-    def remove(self, name: str, *, in_order: bool = False) -> S | None:
+    def _remove(self, name: str, *, in_order: bool = False) -> S | None:
         """Kill a process for good, or let it end `in_order`, and return its last
         epoch.
         """
@@ -199,7 +200,7 @@ class Supervisor(Generic[S, R]):
             _retire(process)
         return process
 
-    def lose(self, process: S, error: Exception | str) -> None:
+    def _lose(self, process: S, error: Exception | str) -> None:
         """Report the loss of a process, unless its end is known already."""
         if not process.retired:
             process.retired = True
@@ -225,9 +226,10 @@ class Supervisor(Generic[S, R]):
             try:
                 ready = await self._start(process)
             except (RollweaveError, OSError) as error:
-                self.lose(process, error)
+                self._lose(process, error)
                 return
-            self.lose(process, await self._watch(process, ready))
+            self._on_ready(process, ready)
+            self._lose(process, await self._until_lost(process))
         finally:
             if process.link is not None:
                 process.link.kill()
@@ -236,12 +238,46 @@ class Supervisor(Generic[S, R]):
                 del self._ending[process.name]
 
 
+class TracedSupervisor(Supervisor[S, R]):
+    """A supervisor whose processes have lanes in the row `category` of the trace."""
+
+    category: int
+
+    def __init__(
+        self,
+        *,
+        tasks: Tasks,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        trace: Trace,
+    ) -> None:
+        super().__init__(tasks)
+        self._post, self._clock, self._trace = post, clock, trace
+
+    async def _start(self, process: S) -> R:
+        process.started_at = self._clock()
+        return await self._open(process)
+
+    async def _open(self, process: S) -> R:
+        """Open the process's `link`, as `_start` does."""
+        raise NotImplementedError
+
+    def _on_ready(self, process: S, ready: R) -> None:
+        self._span(process.name, "start", process.started_at, epoch=process.epoch)
+
+    def _on_lost(self, process: S, error: Exception | str) -> None:
+        self._mark(process.name, "lost")
+
+    def _span(self, lane: str, name: str, start: float, **details: Any) -> None:
+        """Record in the trace what has lasted from `start` until now."""
+        self._trace.span(self.category, lane, name, start, self._clock(), **details)
+
+    def _mark(self, lane: str, name: str) -> None:
+        """Record in the trace what happens now."""
+        self._trace.instant(self.category, lane, name, self._clock())
+
+
 def _retire(process: Supervised[Any]) -> None:
     process.retired = True
     if process.link is not None:
         process.link.kill()
-
-
-async def until_lost(link: Link) -> str:
-    """Wait until the process is gone, and return the reason."""
-    return await asyncio.shield(link.lost)

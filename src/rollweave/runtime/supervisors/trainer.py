@@ -7,14 +7,17 @@ is in the journal.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollweave.record.store import StoredAttempt, StoreError, TrajectoryStore
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.pump import PostEvent
-from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
+from rollweave.runtime.supervisors.supervisor import Supervised, TracedSupervisor
 from rollweave.runtime.supervisors.trainer_link import (
     TrainerBackend,
     TrainerLostError,
@@ -82,13 +85,15 @@ class TrainerProcess(Supervised[TrainerBackend]):
     """Steps of the checkpoints to restore from, best first; none for a fresh start."""
 
 
-class TrainerSupervisor:
+class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
     """The trainer of a world.
 
     `make(epoch, fresh, ranks)` starts its ranks, and may raise OSError. `on_published`
     receives new weights, the ids of the older ones that the trainer keeps, and the host
     of each of their parts; `on_saved` is called once a checkpoint is in the journal.
     """
+
+    category = TRAINER
 
     def __init__(
         self,
@@ -104,17 +109,14 @@ class TrainerSupervisor:
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
         on_saved: Callable[[], None],
     ) -> None:
-        self._make, self._tasks, self._post = make, tasks, post
-        self._clock, self._trace = clock, trace
+        super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
+        self._make, self._post_then = make, post
         self._store, self._checkpoints = store, checkpoints
         self._on_published, self._on_trained, self._on_saved = on_published, on_trained, on_saved
         self._accepting = asyncio.Lock()
         """Held while a checkpoint gets its name. No epoch begins meanwhile, so that
         none finds what it restores changed by an earlier one.
         """
-        self._trainer = Supervisor[TrainerProcess, tuple[int, str]](
-            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
-        )
 
     def start(
         self, epoch: int, steps: Sequence[int] = (), *, ranks: Sequence[RankSlot] = (RankSlot(),)
@@ -124,9 +126,7 @@ class TrainerSupervisor:
 
         The former process is killed.
         """
-        self._trainer.begin(
-            TrainerProcess(name=TRAINER_NAME, epoch=epoch, steps=steps, ranks=ranks)
-        )
+        self._begin(TrainerProcess(name=TRAINER_NAME, epoch=epoch, steps=steps, ranks=ranks))
 
     def restart(self, command: RestartTrainer) -> None:
         self.start(
@@ -136,58 +136,54 @@ class TrainerSupervisor:
         )
 
     def train(self, command: TrainStep) -> None:
-        trainer = self._trainer.get(TRAINER_NAME)
-        if trainer is not None:
-            self._tasks.spawn(self._train(trainer, command), f"train {command.step}.{command.part}")
+        self._spawn(self._train, command, f"train {command.step}.{command.part}")
 
     def measure(self, command: MeasureRatios) -> None:
-        trainer = self._trainer.get(TRAINER_NAME)
+        trainer = self._processes.get(TRAINER_NAME)
         if trainer is None:
             return
         try:
             # now: groups may be evicted from the buffer before the task begins
             entries = self._entries(command.groups)
         except StoreError as error:
-            self._post(
-                TrainFailed(
-                    epoch=trainer.epoch, step=command.step, error=str(error), nonfinite=False
-                )
-            )
+            self._post_failure(trainer, command.step, error)
             return
-        self._tasks.spawn(
-            self._measure(trainer, command, entries), f"measure {command.step}.{command.part}"
-        )
+        measure = functools.partial(self._measure, entries=entries)
+        self._spawn(measure, command, f"measure {command.step}.{command.part}")
 
     def publish(self, command: PublishWeights) -> None:
-        trainer = self._trainer.get(TRAINER_NAME)
-        if trainer is not None:
-            self._tasks.spawn(self._publish(trainer, command), f"publish {command.version}")
+        self._spawn(self._publish, command, f"publish {command.version}")
 
     def save(self, command: SaveCheckpoint) -> None:
-        trainer = self._trainer.get(TRAINER_NAME)
-        if trainer is not None:
-            self._tasks.spawn(self._save(trainer, command), f"save {command.step}")
+        self._spawn(self._save, command, f"save {command.step}")
 
-    async def close(self) -> None:
-        """End the trainer, in order if it can."""
-        await self._trainer.close()
+    def _spawn(
+        self, handle: Callable[..., Coroutine[Any, Any, None]], command: object, name: str
+    ) -> None:
+        """Let the present trainer, if it runs, execute a command by
+        `handle(trainer, backend, command)`, unless it is lost meanwhile.
+        """
+        trainer = self._processes.get(TRAINER_NAME)
 
-    async def _start(self, trainer: TrainerProcess) -> tuple[int, str]:
-        trainer.started_at = self._clock()
+        async def execute() -> None:
+            if trainer is None or trainer.link is None or trainer.retired:
+                return
+            with contextlib.suppress(TrainerLostError):  # its loss is an event by itself
+                await handle(trainer, trainer.link, command)
+
+        self._tasks.spawn(execute(), name)
+
+    async def _open(self, trainer: TrainerProcess) -> tuple[int, str]:
         async with self._accepting:
             pass  # a checkpoint of an earlier epoch may be getting its name
         trainer.link = self._make(trainer.epoch, not trainer.steps, trainer.ranks)
         await trainer.link.ready()
         return await self._restore_first(trainer.link, trainer.steps)
 
-    async def _watch(self, trainer: TrainerProcess, restored: tuple[int, str]) -> str:
+    def _on_ready(self, trainer: TrainerProcess, restored: tuple[int, str]) -> None:
+        super()._on_ready(trainer, restored)
         step, note = restored
-        self._trace.span(
-            TRAINER, "trainer", "start", trainer.started_at, self._clock(), epoch=trainer.epoch
-        )
         self._post(TrainerReady(epoch=trainer.epoch, step=step, note=note))
-        assert trainer.link is not None, "the trainer is ready"
-        return await until_lost(trainer.link)
 
     def _on_lost(self, trainer: TrainerProcess, error: Exception | str) -> None:
         hopeless = isinstance(error, DamagedCheckpointError | TrainerRefusedError)
@@ -218,30 +214,18 @@ class TrainerSupervisor:
                 f"checkpoint of step {step} cannot be restored: {_error(reply)}"
             )
 
-    async def _train(self, trainer: TrainerProcess, command: TrainStep) -> None:
-        backend = _usable(trainer)
-        if backend is None:
-            return
+    async def _train(
+        self, trainer: TrainerProcess, backend: TrainerBackend, command: TrainStep
+    ) -> None:
         step, part = command.step, command.part
         try:
             batch = await self._batch(command)
-            started = self._clock()
-            reply = await backend.ask(TrainOn(batch=batch))
-        except TrainerLostError:
-            return  # its loss is an event by itself
         except StoreError as error:
-            self._post(
-                TrainFailed(epoch=trainer.epoch, step=step, error=str(error), nonfinite=False)
-            )
+            self._post_failure(trainer, step, error)
             return
-        self._trace.span(
-            TRAINER,
-            "trainer",
-            f"train {step}.{part}",
-            started,
-            self._clock(),
-            groups=len(batch.groups),
-        )
+        started = self._clock()
+        reply = await backend.ask(TrainOn(batch=batch))
+        self._span("trainer", f"train {step}.{part}", started, groups=len(batch.groups))
         if isinstance(reply, Trained):
             self._on_trained(command, batch, reply.metrics)
             self._post(StepTrained(epoch=trainer.epoch, step=step, part=part))
@@ -249,21 +233,18 @@ class TrainerSupervisor:
             self._post_failure(trainer, step, reply)
 
     async def _measure(
-        self, trainer: TrainerProcess, command: MeasureRatios, entries: Sequence[StoredAttempt]
+        self,
+        trainer: TrainerProcess,
+        backend: TrainerBackend,
+        command: MeasureRatios,
+        *,
+        entries: Sequence[StoredAttempt],
     ) -> None:
-        backend = _usable(trainer)
-        if backend is None:
-            return
         step, part = command.step, command.part
-        try:
-            groups = await self._groups(command.groups, entries)
-            started = self._clock()
-            reply = await backend.ask(Measure(step=step, part=part, groups=groups))
-        except TrainerLostError:
-            return
-        self._trace.span(
-            TRAINER, "trainer", f"measure {step}.{part}", started, self._clock(), groups=len(groups)
-        )
+        groups = await self._groups(command.groups, entries)
+        started = self._clock()
+        reply = await backend.ask(Measure(step=step, part=part, groups=groups))
+        self._span("trainer", f"measure {step}.{part}", started, groups=len(groups))
         if isinstance(reply, Measured):
             ratios = [
                 GroupRatio(id=group.id, ratio=ratio)
@@ -310,10 +291,9 @@ class TrainerSupervisor:
             for group in groups
         )
 
-    async def _publish(self, trainer: TrainerProcess, command: PublishWeights) -> None:
-        backend = _usable(trainer)
-        if backend is None:
-            return
+    async def _publish(
+        self, trainer: TrainerProcess, backend: TrainerBackend, command: PublishWeights
+    ) -> None:
         started = self._clock()
         try:
             if command.from_checkpoint is not None:
@@ -331,17 +311,11 @@ class TrainerSupervisor:
                     f"weights version {command.version} cannot be published: {_error(reply)}"
                 )
         except TrainerLostError as error:
-            self._trainer.lose(trainer, str(error))
+            self._lose(trainer, str(error))
             backend.kill()
             return
-        self._trace.span(
-            TRAINER,
-            "trainer",
-            f"publish v{command.version}",
-            started,
-            self._clock(),
-            nbytes=reply.manifest.nbytes,
-        )
+        nbytes = reply.manifest.nbytes
+        self._span("trainer", f"publish v{command.version}", started, nbytes=nbytes)
         hosts = [trainer.ranks[part.rank].host for part in reply.manifest.parts]
         self._on_published(reply.manifest, command.keep, hosts)
         self._post(
@@ -350,28 +324,16 @@ class TrainerSupervisor:
             )
         )
 
-    async def _save(self, trainer: TrainerProcess, command: SaveCheckpoint) -> None:
-        backend, epoch, step = _usable(trainer), trainer.epoch, command.step
-        if backend is None:
-            return
-        started = self._clock()
-        try:
-            reply = await backend.ask(
-                Save(
-                    path=str(self._checkpoints.staged(step, epoch)),
-                    export=command.export,
-                    background=True,
-                )
-            )
-        except TrainerLostError:
-            return
+    async def _save(
+        self, trainer: TrainerProcess, backend: TrainerBackend, command: SaveCheckpoint
+    ) -> None:
+        epoch, step, started = trainer.epoch, command.step, self._clock()
+        path = str(self._checkpoints.staged(step, epoch))
+        reply = await backend.ask(Save(path=path, export=command.export, background=True))
         if isinstance(reply, Copied):
-            self._trace.span(TRAINER, "trainer", f"copy {step}", started, self._clock())
+            self._span("trainer", f"copy {step}", started)
             self._post(CheckpointCopied(epoch=epoch, step=step))
-            try:
-                reply = await backend.written()
-            except TrainerLostError:
-                return
+            reply = await backend.written()
         if not isinstance(reply, Saved):
             self._post(CheckpointFailed(epoch=epoch, step=step, error=_error(reply)))
             return
@@ -385,11 +347,10 @@ class TrainerSupervisor:
                 return
         if trainer.retired:
             return
-        self._trace.span(TRAINER, "checkpoint", f"save {step}", started, self._clock())
+        self._span("checkpoint", f"save {step}", started)
         self._store.sync()
-        self._post(
-            CheckpointSaved(epoch=epoch, step=step), lambda: self._journaled(trainer, command)
-        )
+        saved = CheckpointSaved(epoch=epoch, step=step)
+        self._post_then(saved, lambda: self._journaled(trainer, command))
 
     def _journaled(self, trainer: TrainerProcess, command: SaveCheckpoint) -> None:
         """Remove older checkpoints, now that this one is in the journal. If the trainer
@@ -402,10 +363,7 @@ class TrainerSupervisor:
         self._tasks.spawn(pruning, "prune checkpoints")
 
 
-def _usable(trainer: TrainerProcess) -> TrainerBackend | None:
-    """Return the trainer's link; None if it does not run yet, or was replaced."""
-    return None if trainer.retired else trainer.link
-
-
 def _error(reply: object) -> str:
+    if isinstance(reply, StoreError):
+        return str(reply)
     return str(getattr(reply, "error", f"unexpected answer {type(reply).__name__}"))

@@ -21,8 +21,7 @@ from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.supervisors.supervisor import (
     ProcessLink,
     Supervised,
-    Supervisor,
-    until_lost,
+    TracedSupervisor,
 )
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import GroupId, TrajectoryId
@@ -160,8 +159,10 @@ class _Draw:
     worker: WorkerProcess | None = None
 
 
-class WorkerSupervisor:
+class WorkerSupervisor(TracedSupervisor[WorkerProcess, WorkerReady]):
     """All rollout workers of a world, w0, w1, and so on."""
+
+    category = WORKERS
 
     def __init__(
         self,
@@ -174,40 +175,35 @@ class WorkerSupervisor:
         clock: Callable[[], float],
         trace: Trace,
     ) -> None:
-        self._make, self._pipeline, self._post, self._warn = make, pipeline, post, warn
-        self._clock, self._trace = clock, trace
+        super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
+        self._make, self._pipeline, self._warn = make, pipeline, warn
         self._draws: dict[GroupId, _Draw] = {}
         self._images = ImageDirectory()
         self._asking: dict[str, WorkerProcess] = {}
         """The workers that have asked for images, by their keys."""
-        self._workers = Supervisor[WorkerProcess, WorkerReady](
-            tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
-        )
 
     def start(self, slots: Iterable[WorkerSlot]) -> None:
         """Start epoch 0 of each worker, at the beginning of a life."""
         for slot in slots:
-            self._workers.begin(WorkerProcess(name=slot.id, epoch=0, host=slot.host))
+            self._begin(WorkerProcess(name=slot.id, epoch=0, host=slot.host))
 
     def restart(self, command: RestartWorker) -> None:
-        self._forsake(self._workers.get(command.worker_id), command.reason)
-        self._workers.begin(
-            WorkerProcess(name=command.worker_id, epoch=command.epoch, host=command.host)
-        )
+        self._forsake(self._processes.get(command.worker_id), command.reason)
+        self._begin(WorkerProcess(name=command.worker_id, epoch=command.epoch, host=command.host))
 
     def remove(self, command: RemoveWorker) -> None:
-        worker = self._workers.get(command.worker_id)
+        worker = self._processes.get(command.worker_id)
         in_order = worker is not None and _works(worker)
-        self._forsake(self._workers.remove(command.worker_id, in_order=in_order), command.reason)
+        self._forsake(self._remove(command.worker_id, in_order=in_order), command.reason)
 
     def port(self, worker_id: str) -> WorkerLink | None:
         """Return the link to a worker; None if it takes no attempts."""
-        worker = self._workers.get(worker_id)
+        worker = self._processes.get(worker_id)
         return worker.link if worker is not None and _works(worker) else None
 
     def image_waits(self, host_name: Callable[[int], str]) -> list[Wait]:
         """Return the images that hosts wait for, each once a host."""
-        waits = [(worker, wait) for worker in self._workers for wait in worker.images]
+        waits = [(worker, wait) for worker in self._processes.values() for wait in worker.images]
         first: dict[tuple[str, int], Wait] = {}
         for worker, wait in sorted(waits, key=lambda one: one[1].behind):
             name = host_name(worker.host)
@@ -229,7 +225,7 @@ class WorkerSupervisor:
                 what=wait.what,
                 since=wait.since + (worker.offset_s or 0.0),
             )
-            for worker in self._workers
+            for worker in self._processes.values()
             for wait in worker.services
         ]
 
@@ -238,27 +234,21 @@ class WorkerSupervisor:
         self._draws[command.group_id] = _Draw(command)
         self._assign_draws()
 
-    async def close(self) -> None:
-        """End every worker, in order if it can."""
-        await self._workers.close()
-
-    async def _start(self, worker: WorkerProcess) -> WorkerReady:
-        worker.started_at = self._clock()
+    async def _open(self, worker: WorkerProcess) -> WorkerReady:
         worker.link = self._make(
             worker.name, worker.host, lambda report: self._on_report(worker, report)
         )
         return await worker.link.ready()
 
-    async def _watch(self, worker: WorkerProcess, ready: WorkerReady) -> str:
+    def _on_ready(self, worker: WorkerProcess, ready: WorkerReady) -> None:
         worker.offset_s = self._clock() - ready.now
-        self._trace.span(
-            WORKERS, worker.name, "start", worker.started_at, self._clock(), epoch=worker.epoch
-        )
+        super()._on_ready(worker, ready)
         self._post(WorkerJoined(worker_id=worker.name, epoch=worker.epoch))
         self._assign_draws()
-        assert worker.link is not None, "the worker is ready"
-        reason = await until_lost(worker.link)
-        if worker.link.failure is not None:
+
+    async def _until_lost(self, worker: WorkerProcess) -> str:
+        reason = await super()._until_lost(worker)
+        if worker.link is not None and worker.link.failure is not None:
             raise worker.link.failure  # a disk that is full, or a bug of ours
         return reason
 
@@ -293,7 +283,7 @@ class WorkerSupervisor:
                 self._pipeline.on_report(report)
 
     def _on_lost(self, worker: WorkerProcess, error: Exception | str) -> None:
-        self._trace.instant(WORKERS, worker.name, "lost", self._clock())
+        super()._on_lost(worker, error)
         recorded = self._forsake(worker, str(error))
         self._post(
             WorkerLost(
@@ -327,7 +317,7 @@ class WorkerSupervisor:
 
     def _assign_draws(self) -> None:
         waiting = [draw for draw in self._draws.values() if draw.worker is None]
-        working = [worker for worker in self._workers if _works(worker)]
+        working = [worker for worker in self._processes.values() if _works(worker)]
         if not working:
             return
         drawing = [draw.worker for draw in self._draws.values()]
