@@ -269,13 +269,11 @@ async def test_a_member_that_is_not_judged_has_no_reward_and_is_asked_about_agai
         score = group.scores()[1]
         assert (score.reward, score.stop_reason) == (None, StopReason.REWARD_UNAVAILABLE)
         kept = score.unscored
-        assert kept is not None
         assert [(one.opponent, one.points) for one in kept.comparisons] == [
             ("g0.0", None),
             ("g0.2", None),
         ]
         domain, again = group.rewards.of("frozenlake"), finished("?", "g0.1")
-        assert domain is not None
         repeated = functools.partial(domain.compute, again, known=score.rewards, compared=True)
         failed = await repeated(comparisons=kept.comparisons)
         assert (failed.reward, failed.missing) == (None, ("duel",))

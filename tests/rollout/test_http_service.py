@@ -58,7 +58,6 @@ def asking(
 
     async def ask() -> str:
         wait = service.wait()
-        assert wait is not None
         asked.append((asyncio.get_running_loop().time(), wait.what))
         seconds, outcome, after_s, _ = next(left)
         await asyncio.sleep(seconds)
@@ -142,7 +141,6 @@ def test_a_service_that_starts_is_asked_for_longer_until_it_has_answered() -> No
             if clock() >= 100:
                 return "fine"
             wait = service.wait()
-            assert wait is not None
             waits.add(wait.what)
             return await refused()
 
@@ -232,7 +230,6 @@ def test_calls_share_the_slots_and_all_of_them_wait(calls: list[Call]) -> None:
         again = asyncio.create_task(service.call(lambda: asyncio.sleep(1)))
         await asyncio.sleep(0.5)
         wait = service.wait()
-        assert wait is not None
         assert wait.what == "1 trajectory waits", "the trouble of former calls is over"
         await again
 

@@ -114,7 +114,6 @@ def test_deltas_in_any_order_are_a_prefix_or_nothing(reported: list[tuple[int, i
         if broken or not versions:
             assert (output, len(partial_turn)) == (None, 0)
         else:
-            assert output is not None
             assert output.tokens == TRUTH[: len(versions)]
             assert output.logprobs == logprobs_of(output.tokens)
             assert [
@@ -598,7 +597,6 @@ async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> No
     stage, first, second = await streaming_turn()
     first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
     await asyncio.sleep(0)
-    assert stage.task is not None
     assert not stage.task.done()
     stage.start("e1", 1, resume=True)
     assert second.calls == []
@@ -677,7 +675,6 @@ async def test_an_ended_attempt_releases_everything(when: str) -> None:
         stage.abort("e0", 0)
     if when == "waiting to start":
         stage.start("e1", 1, resume=True)
-    assert stage.task is not None
     stage.turns.close()
     stage.relay.ending = True
     stage.task.cancel()
@@ -840,7 +837,6 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
         else:
             stage.abort("e0", number)
         await settle()
-        assert stage.turns._open is not None
         assert kept_tokens < len(stage.turns._open.known) < LONG
         kept_tokens = len(stage.turns._open.known)
     stage.engines["e1"] = Watched(last, 1000)

@@ -59,6 +59,7 @@ from tests.support.pipelines import (
     engine_result,
     reply_tokens,
 )
+from tests.support.virtual_time import run_virtually
 
 pytestmark = pytest.mark.usefixtures("wired")
 
@@ -243,31 +244,35 @@ async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
 
 
 @pytest.mark.variants
-async def test_the_time_budget_excludes_queueing(
+def test_the_time_budget_excludes_queueing(
     store: TrajectoryStore,
 ) -> None:
-    harness = Harness(store, Script(steps=[None]), time_s=0.2)
-    ended = await harness.play()
-    assert (ended.stop_reason, harness.active_attempts) == (StopReason.TIME_BUDGET, 0)
-    harness = Harness(store, time_s=0.2)
-    harness.engine.answer = engine_result("too slow", finish=FinishReason.TIME)
-    ended = await harness.play()
-    assert (ended.stop_reason, ended.turns) == (StopReason.TIME_BUDGET, 0)
-    assert ended.error == "the active time ran out in turn 0"
-    assert not any(isinstance(event, TurnDone) for event in harness.events)
-    harness = Harness(store, time_s=1.0)
-    harness.init()
-    await harness.until(EnvReady)
-    await asyncio.sleep(1.2)  # waits for its RUN slot
-    harness.run()
-    await harness.until(TurnRequested)
-    await asyncio.sleep(1.2)  # waits for an engine
-    harness.turn(0)
-    await harness.until(TurnDone)
-    # what is left of it; the engine sees to it
-    assert 0 < harness.engine.requests[0].budget_s <= 1.0
-    harness.pipeline.cancel(cancel())
-    assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+
+    async def played() -> None:
+        harness = Harness(store, Script(steps=[None]), time_s=0.2)
+        ended = await harness.play()
+        assert (ended.stop_reason, harness.active_attempts) == (StopReason.TIME_BUDGET, 0)
+        harness = Harness(store, time_s=0.2)
+        harness.engine.answer = engine_result("too slow", finish=FinishReason.TIME)
+        ended = await harness.play()
+        assert (ended.stop_reason, ended.turns) == (StopReason.TIME_BUDGET, 0)
+        assert ended.error == "the active time ran out in turn 0"
+        assert not any(isinstance(event, TurnDone) for event in harness.events)
+        harness = Harness(store, time_s=1.0)
+        harness.init()
+        await harness.until(EnvReady)
+        await asyncio.sleep(1.2)  # waits for its RUN slot
+        harness.run()
+        await harness.until(TurnRequested)
+        await asyncio.sleep(1.2)  # waits for an engine
+        harness.turn(0)
+        await harness.until(TurnDone)
+        # what is left of it; the engine sees to it
+        assert 0 < harness.engine.requests[0].budget_s <= 1.0
+        harness.pipeline.cancel(cancel())
+        assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+
+    run_virtually(played())
 
 
 async def test_time_in_the_engines_queue_is_reported_and_not_active(
@@ -408,6 +413,8 @@ async def test_a_new_rank_reaches_the_engine_of_the_turn(store: TrajectoryStore)
     await harness.idle()
 
 
+BAD = "\udcff \ud800"
+
 STAGES = [
     "opening",
     "resetting",
@@ -538,6 +545,7 @@ async def test_cancelling_an_evaluation(store: TrajectoryStore, started: bool) -
     ("score", "reason", "error"),
     [
         (RewardError("no"), StopReason.REWARD_ERROR, "the reward: no"),
+        (RewardError(BAD), StopReason.REWARD_ERROR, "the reward: \ufffd \ufffd"),
         (
             ZeroDivisionError("by zero"),
             StopReason.REWARD_ERROR,
@@ -634,9 +642,6 @@ async def test_shutdown_kills_environments_and_stores_the_record(
     assert segments[-1].kind is SegmentKind.OUTPUT
 
 
-BAD = "\udcff \ud800"
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -660,13 +665,6 @@ async def test_text_that_is_not_utf_8_ends_only_its_attempt(
     msgspec.msgpack.encode(ended)
     (entry,) = TrajectoryReader(tmp_path / "trajectories").entries
     assert TrajectoryReader(tmp_path / "trajectories").load(entry).stop_reason is ended.stop_reason
-
-
-async def test_a_score_whose_error_is_not_utf_8(store: TrajectoryStore) -> None:
-    harness = Harness(store, Script(score=RewardError(BAD)))
-    failed = await harness.scored(RewardFailed)
-    assert failed.error == "the reward: \ufffd \ufffd"
-    await harness.idle()
 
 
 class Broken:

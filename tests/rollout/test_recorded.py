@@ -101,8 +101,6 @@ def test_tokens_of_lost_versions_are_cut_off(
 def test_a_cut_turn_keeps_tokens_log_probs_and_versions_together() -> None:
     recorded = RecordedTurns([answer(0, "3345")], version=4)
     turn = recorded.take(0, context(0), MOST)
-    assert turn is not None
-    assert turn.partial is not None
     assert turn.partial.tokens == (0, 1, 2)
     assert turn.partial.versions == spans("334")
     assert turn.partial.generate_s == 3.0
@@ -141,7 +139,6 @@ def test_an_answer_that_a_lower_limit_cut_goes_on(most: int, *, answered: bool) 
     cut = msgspec.structs.replace(whole.result, finish=FinishReason.LENGTH)
     recorded = RecordedTurns([msgspec.structs.replace(whole, result=cut)], version=9)
     turn = recorded.take(0, context(0), Sampling(max_tokens=most))
-    assert turn is not None
     assert (turn.answer == cut, turn.partial is None) == (answered, answered)
     if turn.partial is not None:
         assert turn.partial.tokens == cut.tokens

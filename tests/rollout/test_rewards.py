@@ -420,9 +420,7 @@ async def test_a_reward_that_fails_keeps_what_it_is_computed_from(
     (entry,) = reader.entries
     trajectory = reader.load(entry)
     assert (trajectory.reward, trajectory.blame) == (None, Blame.INFRASTRUCTURE)
-    assert entry.score is not None
     unscored = entry.score.unscored
-    assert unscored is not None
     assert (unscored.missing, unscored.reward, unscored.success) == (("b",), 1.5, True)
     assert unscored.stop_reason is StopReason.FINISHED
     assert [message.content for message in unscored.conversation] == ["go", "hi", "on", "hi"]
@@ -439,8 +437,6 @@ async def test_a_reward_that_fails_before_the_comparison_leaves_both_missing(
     harness = Harness(store, rewards=domain)
     await harness.scored(RewardFailed)
     (entry,) = TrajectoryReader(store._directory).entries
-    assert entry.score is not None
-    assert entry.score.unscored is not None
     assert entry.score.unscored.missing == ("b", "duel")
     server.answer = lambda _: {"reward": 2}
     server.requests.clear()

@@ -185,7 +185,6 @@ async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(
     assert len(server.requests) == 4
     assert [wait.service for wait in waits if wait] == [f"teacher {server.url}"] * 4
     last = waits[-1]
-    assert last is not None
     assert last.what == "1 trajectory waits; status 500 of /v1/completions: loading"
     assert teacher.wait() is None
 

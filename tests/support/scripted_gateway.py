@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import io
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import pytest
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.preparing import readable
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
@@ -141,3 +144,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 def refusing(chat: ChatRequest) -> ChatRequest:
     """Return what a session makes of a request that refuses what it cannot read."""
     return readable(chat, CODEC, unreadable="refuse")[0]
+
+
+def check_refusal(parse: Callable[[bytes], ChatRequest], body: dict[str, Any], param: str) -> None:
+    """Check that a session refuses a request by a field, with its rule and value."""
+    with pytest.raises(RequestError) as caught:
+        refusing(parse(json.dumps(body).encode()))
+    assert caught.value.status == 400
+    assert (caught.value.param or "").startswith(param)
+    assert ", got " in str(caught.value)

@@ -3,20 +3,18 @@ structured output, and one sequence where it resends its history.
 """
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rollweave.rollout.gateway.anthropic_messages import MessagesApi
-from rollweave.rollout.gateway.fields import RequestError
 from rollweave.schema.serving import FinishReason
-from tests.support.real_gateway import Turns, checkpoint, engine, logprob_error, served
 from tests.support.scripted_gateway import (
     CALL,
     CODEC,
     Client,
     Script,
+    check_refusal,
     encode,
     engine_result,
     gateway,
@@ -173,12 +171,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "param"), WRONG)
 def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
-    body = {**ASK, "messages": [USER], **change}
-    with pytest.raises(RequestError) as caught:
-        refusing(MessagesApi(CODEC).parse(json.dumps(body).encode()))
-    assert caught.value.status == 400
-    assert (caught.value.param or "").startswith(param)
-    assert ", got " in str(caught.value)
+    check_refusal(MessagesApi(CODEC).parse, {**ASK, "messages": [USER], **change}, param)
 
 
 def test_fields_without_effect_have_none() -> None:
@@ -213,30 +206,3 @@ async def test_a_tool_must_be_called_and_errors_have_anthropics_form() -> None:
         status, body = await client.post({}, path="/messages")
         assert (status, body["type"]) == (400, "error")
         assert body["error"]["type"] == "invalid_request_error"
-
-
-async def test_an_engine_answers_in_a_form_token_by_token(tmp_path: Path) -> None:
-    from anthropic import AsyncAnthropic
-
-    directory = checkpoint(tmp_path)
-    schema = {
-        "type": "object",
-        "properties": {"move": {"enum": ["left", "right"]}},
-        "required": ["move"],
-        "additionalProperties": False,
-    }
-    async with (
-        engine(directory) as tiny,
-        served(Turns(tiny), directory, "s") as (server, url, access),
-    ):
-        base = url + access["s"].path.removesuffix("/v1")
-        async with AsyncAnthropic(base_url=base, auth_token=access["s"].token) as api:
-            history: list[Any] = [USER]
-            for streamed in (False, True):
-                wanted: Any = {"format": {"type": "json_schema", "schema": schema}}
-                said = await answer(api, streamed, messages=history, output_config=wanted)
-                assert json.loads(said.content[0].text)["move"] in ("left", "right")
-                history += [{"role": "assistant", "content": said.content}, USER]
-        (sequence,) = server.close("s").sequences
-    assert len(sequence.turns) == 2
-    assert logprob_error(directory, sequence) < 1e-4

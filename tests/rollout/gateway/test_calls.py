@@ -4,10 +4,11 @@ random weights whose every answer is a valid call in every API.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
+import pydantic
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
@@ -185,6 +186,59 @@ async def test_every_answer_is_a_call_in_every_api(tmp_path: Path) -> None:
         (turn,) = sequence.turns
         opening = bpe().decode(list(sequence.tokens[turn.start :]))
         assert opening.startswith("<tool_call>\n")
+
+
+class Move(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    move: Literal["left", "right"]
+    hard: bool
+
+
+async def test_every_answer_has_its_form_in_every_api(tmp_path: Path) -> None:
+    """The recorded log-probs are those of the model, not of what the form left."""
+    directory, go = checkpoint(tmp_path), {"role": "user", "content": "go"}
+    schema = {"type": "json_schema", "schema": Move.model_json_schema()}
+    chatted: list[Any] = [go]
+    items: list[Any] = [go]
+    said: list[Any] = [go]
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (server, url, access),
+        AsyncOpenAI(base_url=url + access["s"].path, api_key=access["s"].token) as openai,
+        AsyncAnthropic(
+            base_url=url + access["s"].path.removesuffix("/v1"), auth_token=access["s"].token
+        ) as anthropic,
+    ):
+        for streamed in (False, True):
+            wanted: Any = {"model": "m", "messages": chatted, "response_format": Move}
+            wanted |= {"logprobs": True, "max_tokens": 400}
+            if streamed:
+                async with openai.chat.completions.stream(**wanted) as stream:
+                    answer: Any = await stream.get_final_completion()
+            else:
+                answer = await openai.chat.completions.parse(**wanted)
+            assert answer.choices[0].message.parsed.move in ("left", "right")
+            assert answer.choices[0].logprobs is not None
+            content = answer.choices[0].message.content
+            chatted += [{"role": "assistant", "content": content}, {**go, "content": "again"}]
+            response = await openai.responses.parse(
+                model="m", input=items, text_format=Move, max_output_tokens=400
+            )
+            assert response.output_parsed is not None
+            items += [item.model_dump(exclude_unset=True) for item in response.output]
+            items.append({**go, "content": "and again"})
+            form: Any = {"model": "m", "max_tokens": 400, "output_config": {"format": schema}}
+            if streamed:
+                async with anthropic.messages.stream(**form, messages=said) as blocks:
+                    message = await blocks.get_final_message()
+            else:
+                message = await anthropic.messages.create(**form, messages=said)
+            assert Move.model_validate_json(message.content[0].text)  # type: ignore[union-attr]
+            said += [{"role": "assistant", "content": message.content}, {**go, "content": "on"}]
+    sequences = server.close("s").sequences
+    assert [len(sequence.turns) for sequence in sequences] == [2, 2, 2]
+    assert all(logprob_error(directory, sequence) < 1e-4 for sequence in sequences)
 
 
 async def test_engines_that_cannot_constrain_answers_refuse_to_force_a_call() -> None:

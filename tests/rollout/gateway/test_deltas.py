@@ -111,13 +111,6 @@ def _tokens_of(released: Sequence[TextDelta], sampled: tuple[int, ...]) -> tuple
     return sampled[: ends[0]]
 
 
-def test_a_token_that_may_end_the_turn_is_held_back() -> None:
-    reader = DeltaReader(CODEC)
-    sampled = (*encode("so"), END)
-    assert text_of(reader.read(sampled, logprobs_of(sampled))) == "so"
-    assert reader.finish(engine_result(sampled), 2) == []
-
-
 @pytest.mark.parametrize(
     ("change", "goes_on"), [(0.0, True), (1e-6, True), (1e-2, False), (float("nan"), False)]
 )
@@ -155,20 +148,3 @@ def test_all_of_the_end_of_a_turn_is_held_back() -> None:
     sampled = (*encode("so"), *chatml.encode_turn("")[:1], *encode("\n"))
     assert chatml.end_overlap(sampled) == 2
     assert text_of(reader.read(sampled, logprobs_of(sampled))) == "so"
-
-
-def test_a_turn_that_ends_before_what_was_released_is_a_contradiction() -> None:
-    sampled = encode("one two three")
-    reader = DeltaReader(CODEC)
-    assert text_of(reader.read(sampled, logprobs_of(sampled))) == "one two three"
-    with pytest.raises(ContradictionError, match="ended before"):
-        reader.finish(engine_result(sampled[:2]), 3)
-
-
-def test_a_call_is_held_back_from_its_first_character() -> None:
-    reader = DeltaReader(CODEC, call_start=Hermes.call_start)
-    seen = ""
-    sampled = encode(f"let me see  {CALL} and on")
-    for end in range(1, len(sampled) + 1):
-        seen += text_of(reader.read(sampled[:end], logprobs_of(sampled[:end])))
-    assert seen == "let me see", "neither the call nor the space before it"

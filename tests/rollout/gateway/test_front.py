@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import (
-    APIError,
     APIStatusError,
     AsyncOpenAI,
     AuthenticationError,
@@ -89,11 +88,9 @@ async def test_chat_is_what_the_engine_samples(
     )
     (choice,) = answer.choices
     assert choice.message.content == codec.text(result.tokens)
-    assert choice.logprobs is not None
     assert [entry.logprob for entry in choice.logprobs.content or ()] == pytest.approx(
         result.logprobs[: len(choice.logprobs.content or ())]
     )
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == len(result.tokens)
     assert again.choices[0].message.content == choice.message.content
     assert again.id != answer.id
@@ -112,7 +109,6 @@ async def test_completions_of_text_are_streamed_and_add_up(url: str) -> None:
     assert chunks[-1].usage == complete.usage
     assert chunks[-2].choices[0].finish_reason == complete.choices[0].finish_reason
     assert chunks[-2].choices[0].text, "the last text says why it is the last"
-    assert complete.choices[0].logprobs is not None
     names = complete.choices[0].logprobs.tokens or []
     streamed = [
         (token, offset)
@@ -218,18 +214,6 @@ async def test_metrics_are_histograms_of_what_clients_saw(url: str) -> None:
     assert values["rollweave_serving_in_flight"] == "0"
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error(tiny: EngineClient, url: str) -> None:
-    async with client(url) as openai:
-        stream = await openai.completions.create(
-            model="any", prompt="once", stream=True, max_tokens=1500, seed=3
-        )
-        await anext(aiter(stream))
-        tiny.kill()
-        with pytest.raises(APIError, match="no engine could take the turn"):
-            async for _ in stream:
-                pass
-
-
 @pytest.mark.parametrize(("ids", "word"), [(True, "abort"), (False, "length")])
 def test_an_aborted_turn_is_told_to_those_who_ask_for_token_ids(ids: bool, word: str) -> None:
     api = CompletionsApi(TextCodec(None))
@@ -274,7 +258,6 @@ async def test_all_apis_are_served(url: str) -> None:
         anthropic.AsyncAnthropic(base_url=url, auth_token=TOKEN, max_retries=0) as api,
     ):
         answer = await openai.responses.create(model="any", input="hi", max_output_tokens=5)
-        assert answer.usage is not None
         assert 1 <= answer.usage.output_tokens <= 5
         async with api.messages.stream(
             model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=5

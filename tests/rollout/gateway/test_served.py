@@ -64,7 +64,6 @@ async def test_several_prompts_and_choices_are_one_answer(openai: AsyncOpenAI) -
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert [both.choices[at].text for at in (0, 2)] == [each.choices[0].text for each in alone]
     assert both.choices[0].text != both.choices[1].text, "each choice has its own randomness"
-    assert both.usage is not None
     usages = [each.usage for each in alone if each.usage is not None]
     assert both.usage.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
     again = await openai.completions.create(prompt=prompts, n=2, **same)  # type: ignore[arg-type]
@@ -103,9 +102,6 @@ async def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(
         (choice,) = (await openai.completions.create(**wanted, max_tokens=0)).choices
     assert (choice.text, choice.finish_reason) == ("once upon a time", "length")
     scores = choice.logprobs
-    assert scores is not None
-    assert scores.token_logprobs is not None
-    assert scores.top_logprobs is not None
     whole = torch.log_softmax(load(directory)(torch.tensor([tokens])).logits[0].detach(), dim=-1)
     expected = whole[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     assert scores.token_logprobs[0] is None
@@ -151,7 +147,6 @@ async def test_token_ids_and_likeliest_tokens_are_shown(openai: AsyncOpenAI) -> 
     chosen = await openai.chat.completions.create(
         model="any", messages=USER, max_tokens=1, logprobs=True, extra_body=named
     )
-    assert chosen.choices[0].logprobs is not None
     (entry,) = chosen.choices[0].logprobs.content or ()
     assert {top.token for top in entry.top_logprobs} == {f"token_id:{x}" for x in (7, 9, 11)}
 
@@ -180,7 +175,6 @@ async def test_stops_and_prompts_are_shaped(openai: AsyncOpenAI) -> None:
     )
     assert kept.choices[0].text == plain.text[: plain.text.index(text) + len(text)]
     late = await openai.completions.create(**same, extra_body=second | {"min_tokens": 4})
-    assert late.usage is not None
     assert late.usage.completion_tokens >= 4
     end = bpe().token_to_id("<|im_end|>")
     forced = {"logit_bias": {str(end): 100}, "max_tokens": 4}
@@ -191,7 +185,6 @@ async def test_stops_and_prompts_are_shaped(openai: AsyncOpenAI) -> None:
             **forced,
             extra_body={"ignore_eos": ignored},  # type: ignore[arg-type]
         )
-        assert said.usage is not None
         assert said.usage.completion_tokens == count
     for side, prompt in (("right", [5, 6]), ("left", [8, 9])):
         cut = {"return_token_ids": True, "truncate_prompt_tokens": 2, "truncation_side": side}
@@ -287,6 +280,5 @@ def test_sessions_of_a_run_refuse_these_fields_unless_they_ask_for_nothing() -> 
     chat = parse_served_chat(json.dumps(ask(**neutral)).encode(), CODEC)
     assert chat.adjustments is None
     words = parse_served_chat(json.dumps(ask(bad_words=["two"])).encode(), CODEC)
-    assert words.adjustments is not None
     banned = [bpe().decode(list(word)) for word in words.adjustments.banned]
     assert {word.strip() for word in banned} == {"two"}

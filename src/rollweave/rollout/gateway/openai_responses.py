@@ -28,7 +28,6 @@ from rollweave.rollout.gateway.fields import (
     template_asks,
 )
 from rollweave.rollout.gateway.requests import (
-    TOOL_NAME,
     ChatRequest,
     OtherChoice,
     Temperature,
@@ -46,7 +45,15 @@ from rollweave.rollout.gateway.responses import (
     Json,
     ReplyHead,
 )
-from rollweave.rollout.gateway.responses_tools import CALLS, OUTPUTS, call_of, item_of, read_tools
+from rollweave.rollout.gateway.responses_tools import (
+    CALLS,
+    OUTPUTS,
+    CallItem,
+    Tool,
+    call_of,
+    item_of,
+    read_tools,
+)
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.serving import Constraint
 
@@ -69,23 +76,6 @@ class _Message(OpenModel):
     type: Literal["message"] = "message"
     role: Literal["developer", "system", "user", "assistant"]
     content: str | Annotated[list[_Part | _OtherPart], Field(fail_fast=True)]
-
-
-class _Call(OpenModel):
-    type: Literal[
-        "function_call",
-        "custom_tool_call",
-        "local_shell_call",
-        "shell_call",
-        "apply_patch_call",
-    ]
-    call_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    action: dict[str, Any] | None = None
-    operation: dict[str, Any] | None = None
 
 
 class _Output(OpenModel):
@@ -126,37 +116,7 @@ class _OtherItem(OpenModel):
     type: other_than("message", "reasoning", *CALLS, *OUTPUTS)  # type: ignore[valid-type]
 
 
-Item = _Message | _Call | _Output | _Thoughts | _OtherItem
-
-
-class _Member(OpenModel):
-    type: str = Field(max_length=64)
-    name: str | None = Field(None, pattern=TOOL_NAME)
-
-
-class _Function(OpenModel):
-    type: Literal["function"]
-    name: str = Field(pattern=TOOL_NAME)
-
-
-class _Custom(OpenModel):
-    type: Literal["custom"]
-    name: str = Field(pattern=TOOL_NAME)
-    description: str | None = None
-    format: dict[str, Any] | None = None
-
-
-class _Namespace(OpenModel):
-    type: Literal["namespace"]
-    name: str = Field(pattern=TOOL_NAME)
-    tools: Annotated[list[_Member], Field(fail_fast=True)]
-
-
-class _OtherTool(OpenModel):
-    type: other_than("function", "custom", "namespace")  # type: ignore[valid-type]
-
-
-_Tool = _Function | _Custom | _Namespace | _OtherTool
+Item = _Message | CallItem | _Output | _Thoughts | _OtherItem
 
 
 class _Named(Strict):
@@ -191,7 +151,7 @@ class _Request(OpenModel):
     model: str = ""
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Named | OtherChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -502,7 +462,7 @@ def _of_agent(
     """Return the item as a part of the agent's turn; None if the item is not the
     agent's.
     """
-    if isinstance(item, _Call):
+    if isinstance(item, CallItem):
         call = call_of(item.model_dump(exclude_none=True), kinds)
         return Message(role="assistant", content="", tool_calls=(call,))
     if isinstance(item, _Thoughts):

@@ -7,11 +7,14 @@ Invariant: an item that a client sends back is the call from which it was made:
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
 
+from pydantic import Field
+
+from rollweave.io.http.messages import OpenModel, other_than
 from rollweave.rollout.gateway.fields import Reading, bad
-from rollweave.rollout.gateway.requests import ToolKind, leave_tool
+from rollweave.rollout.gateway.requests import TOOL_NAME, ToolKind, leave_tool
 from rollweave.rollout.gateway.responses import Json
 from rollweave.schema.chat import ToolCall
 
@@ -71,6 +74,53 @@ SEPARATOR: Final = "."
 """Stands between a namespace and the name of a function in it."""
 
 
+class CallItem(OpenModel):
+    type: Literal[
+        "function_call",
+        "custom_tool_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+    ]
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+
+
+class _Member(OpenModel):
+    type: str = Field(max_length=64)
+    name: str | None = Field(None, pattern=TOOL_NAME)
+
+
+class _Function(OpenModel):
+    type: Literal["function"]
+    name: str = Field(pattern=TOOL_NAME)
+
+
+class _Custom(OpenModel):
+    type: Literal["custom"]
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class _Namespace(OpenModel):
+    type: Literal["namespace"]
+    name: str = Field(pattern=TOOL_NAME)
+    tools: Annotated[list[_Member], Field(fail_fast=True)]
+
+
+class _OtherTool(OpenModel):
+    type: other_than("function", "custom", "namespace")  # type: ignore[valid-type]
+
+
+Tool = _Function | _Custom | _Namespace | _OtherTool
+
+
 class Tools:
     """The tools of one request: `declarations` in OpenAI's form of functions, as JSON,
     and their `kinds`, by the names that the agent knows.
@@ -91,7 +141,7 @@ class Tools:
         self.declarations.append(json.dumps(declaration, ensure_ascii=False))
 
 
-def read_tools(tools: list[Any], reading: Reading) -> Tools:
+def read_tools(tools: Sequence[Any], reading: Reading) -> Tools:
     """Return the tools that the agent can call; tools that OpenAI's servers run are
     left out. Raises RequestError.
     """

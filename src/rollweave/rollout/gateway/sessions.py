@@ -7,6 +7,7 @@ it, and cancelled when the last client has gone; a closed session generates noth
 """
 
 import asyncio
+import bisect
 import contextlib
 import hmac
 import secrets
@@ -275,14 +276,10 @@ class Session:
         place = thinking.divide(codec.text(tokens))
         if not place.end and not place.answer:
             return 0
-        low, high = 0, len(tokens)
-        while low < high:  # the fewest tokens whose text reaches the answer
-            middle = (low + high) // 2
-            if len(codec.decode(tokens[:middle])) < place.answer:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        # the fewest tokens whose text reaches the answer
+        return bisect.bisect_left(
+            range(len(tokens)), place.answer, key=lambda count: len(codec.decode(tokens[:count]))
+        )
 
     def deliver(self, turn: Turn) -> None:
         """Record that the client has the answer."""
