@@ -13,6 +13,7 @@ import pytest
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.gateway import answering
 from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.preparing import readable
 from rollweave.rollout.gateway.requests import ChatRequest
@@ -115,12 +116,12 @@ async def gateway(
     unconstrained: str = "",
 ) -> AsyncIterator[tuple[Gateway, Client]]:
     """Serve a gateway with the open session `s`."""
-    server = Gateway(
-        of, generate, model="tiny", keep_alive_s=keep_alive_s, unconstrained=unconstrained
-    )
+    server = Gateway(of, generate, model="tiny", unconstrained=unconstrained)
     access = server.open("s", **(session or {}))
-    async with serve_gateway(server) as url, aiohttp.ClientSession() as http:
-        yield server, Client(http, url, access)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answering, "KEEP_ALIVE_S", keep_alive_s)
+        async with serve_gateway(server) as url, aiohttp.ClientSession() as http:
+            yield server, Client(http, url, access)
 
 
 def ask(text: str = "hi", **more: Any) -> dict[str, Any]:

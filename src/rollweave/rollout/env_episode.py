@@ -21,7 +21,7 @@ from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_
 from rollweave.schema.base import as_json, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.serving import FinishReason, openai_finish_reason
+from rollweave.schema.serving import FinishReason
 from rollweave.schema.work import (
     SegmentKind,
     StopReason,
@@ -226,13 +226,7 @@ class EnvEpisode:
         result = answer.result
         self._engine = answer.engine_id
         self._budget.charge_turn(requested_at, result.generate_s)
-        text = conversation.add_turn(
-            result.tokens,
-            result.logprobs,
-            result.versions,
-            finish_reason=openai_finish_reason(result.finish),
-            routes=result.routes,
-        )
+        text = conversation.add_turn(result)
         return text, result.finish is FinishReason.LENGTH and room <= self._limits.max_turn_tokens
 
     async def _env_step(self, port: TurnPort, conversation: Conversation, text: str) -> Step:

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -164,56 +164,52 @@ class _Chat(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...]
 
 
-class Dialect(Protocol):
-    """Builds the request to a service, at `path` below `url`, and reads its answer.
-    `callers` is who waits for an answer, as one and as several.
+class ServiceReward(Source):
+    """Asks a service behind HTTP for the reward, at `path` below its URL, with a key
+    that names the attempts and `run_id`. A service that has not answered yet is given
+    `start_s`. `callers` is who waits for an answer, as one and as several.
     """
 
-    url: str
     path: str = ""
     callers: tuple[str, str] = TRAJECTORIES
-
-    def body(self, attempts: Sequence[Finished], key: str) -> object:
-        """Return the request, which is sent as JSON. Raises EpisodeStopError."""
-
-    def read(self, answer: bytes) -> float:
-        """Return the reward. Raises ResponseError."""
-
-
-class ServiceReward(Source):
-    """Asks a service behind HTTP for the reward, with a key that names the attempts and
-    `run_id`. A service that has not answered yet is given `start_s`.
-    """
 
     def __init__(
         self,
         config: RewardConfig,
-        dialect: Dialect,
+        url: str,
         *,
         run_id: str,
         clock: Callable[[], float],
         start_s: float,
     ) -> None:
         """Raises ConfigError for a token that is missing."""
-        self._name, self._run_id, self._dialect = config.name, run_id, dialect
+        self._name, self._run_id = config.name, run_id
         self._service = HttpService(
             f"reward {config.name}",
-            dialect.url,
+            url,
             answer="reward",
             token=server_token(config.token_env) if config.token_env is not None else "",
             timeout_s=config.timeout_s,
             start_s=start_s,
             clock=clock,
             payload_bytes=PAYLOAD_BYTES,
-            callers=dialect.callers,
+            callers=self.callers,
         )
+
+    def body(self, attempts: Sequence[Finished], key: str) -> object:
+        """Return the request, which is sent as JSON. Raises EpisodeStopError."""
+        raise NotImplementedError
+
+    def read(self, answer: bytes) -> float:
+        """Return the reward. Raises ResponseError."""
+        raise NotImplementedError
 
     async def reward(self, *attempts: Finished) -> float:
         names = "/".join(f"{one.trajectory_id}/{one.attempt}" for one in attempts)
         key = f"{self._run_id}/{names}/{self._name}"
-        dialect, body = self._dialect, self._dialect.body(attempts, key)
+        body = self.body(attempts, key)
         try:
-            return await self._service.ask(dialect.path, body, key=key, read=dialect.read)
+            return await self._service.ask(self.path, body, key=key, read=self.read)
         except ServiceError as error:
             raise EpisodeStopError(StopReason.REWARD_UNAVAILABLE, str(error)) from error
 
@@ -224,11 +220,8 @@ class ServiceReward(Source):
         await self._service.close()
 
 
-class UrlDialect(Dialect):
+class UrlReward(ServiceReward):
     """Sends the attempt as JSON and reads `{"reward": NUMBER}`."""
-
-    def __init__(self, name: str, url: str) -> None:
-        self._name, self.url = name, url
 
     def body(self, attempts: Sequence[Finished], key: str) -> dict[str, Any]:
         (finished,) = attempts
@@ -265,11 +258,8 @@ class RewardCall(Struct, frozen=True, kw_only=True):
     finished: Finished
 
 
-class DeployedDialect(Dialect):
+class DeployedReward(ServiceReward):
     """Sends the attempt to a function that the run has deployed."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
 
     def body(self, attempts: Sequence[Finished], key: str) -> RewardCall:
         (finished,) = attempts
@@ -279,16 +269,18 @@ class DeployedDialect(Dialect):
         return parse(answer, _Answer).reward
 
 
-class JudgeDialect(Dialect):
+class JudgeReward(ServiceReward):
     """Asks for a chat completion with a rubric, and reads the grade in its last line,
     or which of two attempts did better.
     """
 
     path = "/chat/completions"
 
-    def __init__(self, judge: JudgeConfig, url: str) -> None:
+    def __init__(self, config: RewardConfig, url: str, **service: Any) -> None:
         """Raises ConfigError for a rubric that cannot be read."""
-        self._judge, self.url = judge, url.rstrip("/")
+        judge = config.judge
+        assert judge is not None, "a reward of this kind has a judge"
+        self._judge = judge
         self.callers = COMPARISONS if judge.pairwise else TRAJECTORIES
         low, high = judge.scale
         self._system = (COMPARE if judge.pairwise else GRADE_IT).format(
@@ -297,6 +289,7 @@ class JudgeDialect(Dialect):
             low=low,
             high=high,
         )
+        super().__init__(config, url.rstrip("/"), **service)
 
     def body(self, attempts: Sequence[Finished], key: str) -> dict[str, Any]:
         judge, names = self._judge, ("A", "B") if self._judge.pairwise else ("conversation",)
@@ -346,16 +339,13 @@ def source_of(
     deployed. A service that has not answered yet is given `start_s`. Raises
     ConfigError, whose text is the field and the broken rule.
     """
-    dialect: Dialect
+    kind: type[ServiceReward] = JudgeReward if config.judge is not None else UrlReward
+    url = config.url
     if deployed is not None:
-        dialect = DeployedDialect(deployed)
-    elif config.url is None:
+        kind, url = DeployedReward, deployed
+    if url is None:
         return FunctionReward(config, threads=threads)
-    elif config.judge is None:
-        dialect = UrlDialect(config.name, config.url)
-    else:
-        dialect = JudgeDialect(config.judge, config.url)
-    return ServiceReward(config, dialect, run_id=run_id, clock=clock, start_s=start_s)
+    return kind(config, url, run_id=run_id, clock=clock, start_s=start_s)
 
 
 @functools.lru_cache(64)

@@ -14,7 +14,7 @@ from rollweave.rollout.chat.conversation import Conversation, tokenize_transcrip
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.serving import VersionSpan
+from rollweave.schema.serving import FinishReason, GenerateResult, VersionSpan
 from rollweave.schema.work import SegmentKind
 from tests.support.chats import (
     CHATML,
@@ -54,6 +54,18 @@ def encode(content: str) -> list[int]:
     return list(bpe().encode(content, add_special_tokens=False).ids)
 
 
+def sampled_turn(
+    tokens: list[int], logprobs: list[float], versions: list[VersionSpan]
+) -> GenerateResult:
+    return GenerateResult(
+        id="r",
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        finish=FinishReason.STOP,
+    )
+
+
 def spans(count: int, cut: int) -> list[VersionSpan]:
     cut = min(cut, count - 1)
     first = [VersionSpan(start=0, end=cut, version=3)] if cut else []
@@ -80,7 +92,9 @@ def test_tokens_only_grow_and_sampled_ids_stay(
     for ids, ended, answer in turns:
         sampled = [*ids, *(of.stop_token_ids[:1] if ended else ())]
         before = conversation.tokens
-        conversation.add_turn(sampled, [-0.5] * len(sampled), spans(len(sampled), cut))
+        conversation.add_turn(
+            sampled_turn(sampled, [-0.5] * len(sampled), spans(len(sampled), cut))
+        )
         assert conversation.tokens == (*before, *sampled)
         expected.append((len(before), len(before) + len(sampled), sampled))
         before = conversation.tokens
@@ -118,7 +132,10 @@ def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
         end = {"whole end": closing, "stop token": closing[:1], "cut off": []}[ending]
         sampled = [*encode(content), *end]
         assert (
-            conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)) == content
+            conversation.add_turn(
+                sampled_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
+            )
+            == content
         )
         conversation.observe([message("user", answer)])
         messages += [message("assistant", content), message("user", answer)]
@@ -130,7 +147,7 @@ def test_a_trimming_template_changes_no_sampled_token() -> None:
     of = codec("trimming")
     conversation = Conversation(of, [message("system", "be brief"), message("user", " hello ")])
     sampled = [*encode("\n  padded \n"), *of.stop_token_ids[:1]]
-    conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
+    conversation.add_turn(sampled_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)))
     conversation.observe([message("user", "more")])
     opening = complete_tokens(
         "trimming", [message("system", "be brief"), message("user", " hello ")], prompt=True
@@ -146,7 +163,7 @@ def test_a_template_that_drops_reasoning_keeps_it_in_the_tokens() -> None:
     conversation = Conversation(of, [message("user", "one")])
     sampled = [*encode("deep\n</think>\n\nyes"), *of.stop_token_ids[:1]]
     assert (
-        conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
+        conversation.add_turn(sampled_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)))
         == "deep\n</think>\n\nyes"
     )
     conversation.observe([message("tool", "r1"), message("tool", "r2")])
@@ -222,10 +239,10 @@ def test_stop_tokens_and_stop_text() -> None:
 def test_rewards_and_state_keys_belong_to_their_turns() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [message("user", "a")], state_key="s0")
-    conversation.add_turn([5, 6], [-1.0, -2.0], spans(2, 1))
+    conversation.add_turn(sampled_turn([5, 6], [-1.0, -2.0], spans(2, 1)))
     conversation.reward(0.5)
     conversation.observe([message("user", "b")], state_key="s1")
-    conversation.add_turn([8], [-3.0], spans(1, 0))
+    conversation.add_turn(sampled_turn([8], [-3.0], spans(1, 0)))
     conversation.reward(1.0)
     sequence = conversation.sequence()
     assert [(turn.reward, turn.state_key) for turn in sequence.turns] == [(0.5, "s0"), (1.0, "s1")]
@@ -254,7 +271,9 @@ def test_refuses_an_inconsistent_result_without_a_trace(
     before = conversation.tokens
     with pytest.raises(ValueError, match="must"):
         conversation.add_turn(
-            tokens, logprobs, [VersionSpan(start=a, end=b, version=0) for a, b in versions]
+            sampled_turn(
+                tokens, logprobs, [VersionSpan(start=a, end=b, version=0) for a, b in versions]
+            )
         )
     assert conversation.tokens == before
     assert conversation.turns == 0
@@ -264,9 +283,9 @@ def test_turns_and_observations_alternate() -> None:
     conversation = Conversation(codec("chatml"), [message("user", "a")])
     with pytest.raises(ValueError, match="must follow add_turn"):
         conversation.observe([message("user", "b")])
-    conversation.add_turn([5], [-1.0], spans(1, 0))
+    conversation.add_turn(sampled_turn([5], [-1.0], spans(1, 0)))
     with pytest.raises(ValueError, match="followed by observe"):
-        conversation.add_turn([5], [-1.0], spans(1, 0))
+        conversation.add_turn(sampled_turn([5], [-1.0], spans(1, 0)))
     with pytest.raises(ChatError, match="at least one message"):
         conversation.observe([])
 

@@ -13,7 +13,13 @@ import msgspec
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import VersionSpan, spans_cover
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateResult,
+    VersionSpan,
+    openai_finish_reason,
+    spans_cover,
+)
 from rollweave.schema.work import (
     Origin,
     Routes,
@@ -54,24 +60,20 @@ class GrowingSequence:
         self.tokens += tokens
         self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
 
-    def append_turn(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[VersionSpan],
-        *,
-        finish_reason: str = "stop",
-        routes: Routes | None = None,
-        state_key: str = "",
-    ) -> None:
+    def append_turn(self, result: GenerateResult, *, state_key: str = "") -> None:
         """Append a turn that `check_sampled` has accepted, as the engine sampled it."""
         start = len(self.tokens)
-        for span in versions:
+        for span in result.versions:
             part = slice(span.start, span.end)
-            self.append(tokens[part], SegmentKind.OUTPUT, span.version, logprobs[part])
-        self._routes = with_routes(self._routes, routes)
-        end = len(self.tokens)
-        turn = TurnSpan(start=start, end=end, state_key=state_key, finish_reason=finish_reason)
+            tokens, logprobs = result.tokens[part], result.logprobs[part]
+            self.append(tokens, SegmentKind.OUTPUT, span.version, logprobs)
+        self._routes = with_routes(self._routes, result.routes)
+        turn = TurnSpan(
+            start=start,
+            end=len(self.tokens),
+            state_key=state_key,
+            finish_reason=openai_finish_reason(result.finish),
+        )
         self.turns.append(turn)
 
     def sequence(self, origin: Origin | None = None) -> TokenSequence:
@@ -86,20 +88,19 @@ class GrowingSequence:
         )
 
 
-def check_sampled(
-    tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]
-) -> None:
-    """Raise ValueError unless a turn has tokens, each with a log-prob, and `versions`
+def check_sampled(result: GenerateResult) -> None:
+    """Raise ValueError unless a turn has tokens, each with a log-prob, and its versions
     cover the tokens without gaps.
     """
-    if not tokens or len(tokens) != len(logprobs):
+    count = len(result.tokens)
+    if not count or count != len(result.logprobs):
         raise ValueError(
             "a turn must have one logprob per token and at least one token, got "
-            f"{len(logprobs)} for {len(tokens)}"
+            f"{len(result.logprobs)} for {count}"
         )
-    if not spans_cover(versions, len(tokens)):
+    if not spans_cover(result.versions, count):
         raise ValueError(
-            f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
+            f"versions must cover the {count} sampled tokens in order, got {result.versions}"
         )
 
 
@@ -158,33 +159,16 @@ class Conversation:
         turn = self._grown.turns[0]
         return tuple(self._grown.tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
-    def add_turn(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[VersionSpan],
-        *,
-        finish_reason: str = "stop",
-        routes: Routes | None = None,
-    ) -> str:
-        """Append the agent's turn as the engine sampled it, and return its text.
-
-        `versions` must cover the tokens without gaps. Raises ValueError if the result
-        is inconsistent.
+    def add_turn(self, result: GenerateResult) -> str:
+        """Append the agent's turn as the engine sampled it, and return its text. Raises
+        ValueError if the result is inconsistent.
         """
         if self._after_turn():
             raise ValueError("add_turn must be followed by observe, got add_turn twice")
-        check_sampled(tokens, logprobs, versions)
-        self._grown.append_turn(
-            tokens,
-            logprobs,
-            versions,
-            finish_reason=finish_reason,
-            routes=routes,
-            state_key=self._state_key,
-        )
-        text = self._codec.text(tokens)
-        cut = finish_reason if finish_reason != "stop" else ""
+        check_sampled(result)
+        self._grown.append_turn(result, state_key=self._state_key)
+        text, reason = self._codec.text(result.tokens), self.finish_reason
+        cut = reason if reason != "stop" else ""
         self._messages.append(Message(role="assistant", content=text, finish_reason=cut))
         return text
 
@@ -240,9 +224,14 @@ def tokenize_transcript(codec: ChatCodec, messages: Sequence[Message]) -> TokenS
     for place, (agent, run) in enumerate(runs[1:], start=2):
         if agent:
             tokens = codec.encode_turn(run[0].content)
-            conversation.add_turn(
-                tokens, [0.0] * len(tokens), [VersionSpan(start=0, end=len(tokens), version=0)]
+            sampled = GenerateResult(
+                id="",
+                tokens=tokens,
+                logprobs=(0.0,) * len(tokens),
+                versions=(VersionSpan(start=0, end=len(tokens), version=0),),
+                finish=FinishReason.STOP,
             )
+            conversation.add_turn(sampled)
         else:
             conversation.observe(run, last=place == len(runs))
     return conversation.sequence()

@@ -180,7 +180,6 @@ async def answer(
     unread: Iterable[Unread],
     key: Hashable,
     repeated: bool,
-    keep_alive_s: float,
 ) -> web.StreamResponse:
     """Generate the turns that a client requests, one turn for each choice, and answer;
     the answer names the `unread` fields. Raises RequestError.
@@ -197,7 +196,7 @@ async def answer(
                 for session, chat in asked
             ]
             if asked[0][1].stream:
-                return await _stream(request, choices, api, keep_alive_s, headers)
+                return await _stream(request, choices, api, headers)
             return await _complete(request, choices, api, headers)
     except TooLongError as error:
         if not asked[0][1].stream:
@@ -259,7 +258,6 @@ async def _stream(
     request: web.Request,
     choices: Sequence[_Choice],
     api: Api,
-    keep_alive_s: float,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Stream the replies.
@@ -270,7 +268,7 @@ async def _stream(
     stream = _EventStream(request, api, headers)
     parts = [_Part(stream, index, len(choices)) for index in range(len(choices))]
     sending = [
-        asyncio.ensure_future(_send_turn(part, choice, api, keep_alive_s))
+        asyncio.ensure_future(_send_turn(part, choice, api))
         for part, choice in zip(parts, choices, strict=True)
     ]
     try:
@@ -297,14 +295,14 @@ async def _stream(
     return stream.response
 
 
-async def _send_turn(part: "_Part", choice: _Choice, api: Api, keep_alive_s: float) -> None:
+async def _send_turn(part: "_Part", choice: _Choice, api: Api) -> None:
     """Send all events of the turn. Raises RequestError if the turn fails."""
     session, turn, chat = choice
     events, reader = api.stream(choice.head(api), chat), session.deltas_of(turn, chat)
     while not turn.ended:
         news = turn.news
         await part.send(events.progress(reader.read(turn.tokens, turn.logprobs, turn.tops)))
-        if not await _turn_ended(turn, keep_alive_s, news) and not news.done():
+        if not await _turn_ended(turn, KEEP_ALIVE_S, news) and not news.done():
             await part.keep_alive()
     result, _ = _outcome(turn)
     await part.send(events.rest(choice.reply(reader.finish(result, turn.shown))))

@@ -14,7 +14,7 @@ from typing import Final
 from rollweave.rollout.chat.conversation import GrowingSequence
 from rollweave.rollout.chat.replies import call_key
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import GenerateResult, openai_finish_reason
+from rollweave.schema.serving import GenerateResult
 from rollweave.schema.work import Origin, SegmentKind, SequenceCause
 
 MOST_COMPARED: Final = 32
@@ -145,13 +145,7 @@ class Branch(GrowingSequence):
         """Append the rest of the call's prompt, and its answer."""
         kind = SegmentKind.OBSERVATION if self.tokens else SegmentKind.PROMPT
         self.append(call.prompt[len(self.tokens) :], kind)
-        self.append_turn(
-            result.tokens,
-            result.logprobs,
-            result.versions,
-            finish_reason=openai_finish_reason(result.finish),
-            routes=result.routes,
-        )
+        self.append_turn(result)
 
 
 def origin(asked: Conversation, others: Sequence[Conversation]) -> Origin:

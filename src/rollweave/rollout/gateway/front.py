@@ -25,7 +25,6 @@ from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import (
-    KEEP_ALIVE_S,
     add_apis,
     answer,
     apis,
@@ -120,7 +119,6 @@ class ServingFront:
                     unread=unread,
                     key="",
                     repeated=False,
-                    keep_alive_s=KEEP_ALIVE_S,
                 )
             except ConnectionError:
                 raise  # the client is gone

@@ -165,7 +165,7 @@ class SessionRecorder:
         Raises ValueError for an invalid result.
         """
         assert call.state is CallState.PENDING, f"a call is answered once, and was {call.state}"
-        check_sampled(result.tokens, result.logprobs, result.versions)
+        check_sampled(result)
         if any(span.version < 0 for span in result.versions):
             raise ValueError(
                 f"versions must be those of published weights, 0 or more, got {result.versions}"

@@ -29,7 +29,6 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.replies import ToolFormat
 from rollweave.rollout.gateway.answering import (
     COUNTS,
-    KEEP_ALIVE_S,
     MAX_BODY,
     add_apis,
     answer,
@@ -89,14 +88,12 @@ class Gateway:
         *,
         model: str,
         tools: ToolFormat | None = None,
-        keep_alive_s: float = KEEP_ALIVE_S,
         unconstrained: str = "",
     ) -> None:
         self._unconstrained = unconstrained
         self._codec, self._generate, self._model = codec, generate, model
         self._tools = tools or codec.tool_format
         self._apis = apis(codec)
-        self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self._aside = Aside()
         self._started = int(time.time())
@@ -212,7 +209,6 @@ class Gateway:
             unread=unread,
             key=key,
             repeated=repeated,
-            keep_alive_s=self._keep_alive_s,
         )
 
     async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
