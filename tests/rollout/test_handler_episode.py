@@ -255,7 +255,6 @@ class NoImages:
 IMAGE = SandboxSpec(image="a.toml")
 
 
-@pytest.mark.variants
 def test_the_wait_for_an_image_is_not_counted(
     harness: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,7 +243,6 @@ async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["stop", "stop"]
 
 
-@pytest.mark.variants
 def test_the_time_budget_excludes_queueing(
     store: TrajectoryStore,
 ) -> None:
