@@ -33,17 +33,12 @@ from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.rollout.gateway.responses import ChatReply, ReplyHead
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, Sampling
-from tests.support.real_gateway import CONTEXT, checkpoint, engine
+from tests.support.real_gateway import CONTEXT, engine
 from tests.support.scripted_gateway import TOOL
 
 TOKEN = "secret-of-the-front"
 ASK: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 MOST = 4
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -15,15 +15,10 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateResult
-from tests.support.real_gateway import CONTEXT, Turns, checkpoint, engine, logprob_error, served
+from tests.support.real_gateway import CONTEXT, Turns, engine, logprob_error, served
 from tests.support.scripted_gateway import CODEC, TOOL, Script, engine_result, gateway
 
 SHORT: dict[str, Any] = {"model": "any", "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def client(url: str, access: Access, **more: Any) -> AsyncOpenAI:

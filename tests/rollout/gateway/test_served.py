@@ -22,17 +22,12 @@ from rollweave.rollout.gateway.front import ServingFront
 from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.rollout.gateway.served import MAX_CHOICES, Served, parse_served_chat
 from tests.support.chats import bpe, codec
-from tests.support.real_gateway import CONTEXT, checkpoint, engine, load
+from tests.support.real_gateway import CONTEXT, engine, load
 from tests.support.scripted_gateway import ask
 
 TOKEN = "secret-of-the-front"
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 CODEC = codec("tools")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
