@@ -8,14 +8,7 @@ from typing import Any
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus
 from tests.support.processes import descendants
-from tests.support.real_runs import (
-    Life,
-    Lineage,
-    check_totals,
-    hazardous,
-    lines,
-    living,
-)
+from tests.support.real_runs import Life, Lineage, check_totals, hazardous, lines, living
 
 ENGINE = "rollweave.runtime.entrypoints.server_engine"
 

@@ -38,11 +38,7 @@ def test_a_server_may_end_and_return_in_mid_run(
         tmp_path,
         run={"steps": STEPS},
         model={"scratch": None, "path": str(model)},
-        engines={
-            "kind": kind,
-            "address": f"http://127.0.0.1:{port}",
-            "token_env": "SESAME",
-        },
+        engines={"kind": kind, "address": f"http://127.0.0.1:{port}", "token_env": "SESAME"},
         eval={"every": 0},
     )
 

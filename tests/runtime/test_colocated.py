@@ -23,15 +23,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Programs
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from tests.support.host_agents import Agents, agents, secret
-from tests.support.real_runs import (
-    Life,
-    Lineage,
-    check_totals,
-    lake,
-    living,
-    longer,
-    run_dir,
-)
+from tests.support.real_runs import Life, Lineage, check_totals, lake, living, longer, run_dir
 from tests.support.tiny_models import request, spec
 from tests.support.trainers import make_batch, make_config, make_model
 

@@ -125,10 +125,7 @@ async def test_engines_are_listed_added_and_withdrawn(path: Path) -> None:
         reply = await run.ask(ListEngines())
         assert [
             (line.id, line.status, line.version, line.slots, line.joined) for line in reply.engines
-        ] == [
-            (E0, "serving", 0, 3, False),
-            (E1, "serving", 0, 3, False),
-        ]
+        ] == [(E0, "serving", 0, 3, False), (E1, "serving", 0, 3, False)]
         reply = await run.ask(AddEngines(count=2))
         assert (reply.added, reply.error) == ((E2, EngineId("e3")), "")
         assert [(line.id, line.status, line.joined) for line in reply.engines[2:]] == [

@@ -159,9 +159,7 @@ def boundaries(journal: Path) -> list[int]:
 
 
 @pytest.mark.extended
-def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(tmp_path: Path) -> None:
     """The slow reference replays the whole journal, and records after each event which
     checkpoints were ever requested.
     """
@@ -293,9 +291,7 @@ def test_a_journal_without_its_snapshot_is_named(tmp_path: Path) -> None:
         run(config, resume=True)
 
 
-def test_a_damaged_segment_put_aside_loses_only_its_trajectories(
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_segment_put_aside_loses_only_its_trajectories(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=4)
     fault(config, "kill-controller-2")
     killed(config)
@@ -319,9 +315,7 @@ def warnings(config: RunConfig) -> dict[str, str]:
     return {line["component"]: line["message"] for line in lines(config, "warning")}
 
 
-def test_a_missing_segment_is_named_and_its_trajectories_counted(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_segment_is_named_and_its_trajectories_counted(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=4)
     fault(config, "kill-controller-2")
     killed(config)

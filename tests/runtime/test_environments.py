@@ -58,11 +58,7 @@ def test_a_blocking_environment_is_survived_in_a_process(tmp_path: Path) -> None
     env = {"env": "tests.support.faulty:FaultyGame", "options": {"faults": faults}}
     task = {**env, "step_s": 3.0, "isolation": "process"}
     config = make_config(
-        tmp_path,
-        steps=1,
-        task=task,
-        eval={"final_episodes": 0},
-        rollout={"max_running": 4},
+        tmp_path, steps=1, task=task, eval={"final_episodes": 0}, rollout={"max_running": 4}
     )
     summary = run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 1, True)

@@ -23,14 +23,7 @@ from hypothesis import strategies as st
 from rollweave.core.policy.experience import sample
 from rollweave.envs.boundary import GuardedEnv
 from rollweave.record.trace import CONTROLLER
-from rollweave.runtime.loopwatch import (
-    BEAT_S,
-    Culprit,
-    LoopWatch,
-    Pulse,
-    find_culprit,
-    watched,
-)
+from rollweave.runtime.loopwatch import BEAT_S, Culprit, LoopWatch, Pulse, find_culprit, watched
 from rollweave.schema.commands import Warn
 from rollweave.schema.errors import DiskError
 from tests.runtime import holding

@@ -79,9 +79,7 @@ def test_an_engine_that_strays_from_the_trainer_is_warned_of_once(tmp_path: Path
     assert "by 0.25 on average" in warnings[1]["message"]
 
 
-def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(
-    tmp_path: Path,
-) -> None:
+def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
     metrics.trained(
         *part(0, "lake", trajectory("a", 1.0, version=5), trajectory("b", 0.0, version=1))

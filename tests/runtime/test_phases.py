@@ -81,12 +81,7 @@ def test_split_turns_have_the_tokens_of_whole_ones(mode: str, tmp_path: Path) ->
 
 def test_a_killed_prefill_engine_loses_nothing(tmp_path: Path) -> None:
     config = reading(
-        tmp_path,
-        "prefill",
-        "decode",
-        latency_s=0.1,
-        run={"steps": 4},
-        watchdog={"restarts": 10},
+        tmp_path, "prefill", "decode", latency_s=0.1, run={"steps": 4}, watchdog={"restarts": 10}
     )
     with living(config) as life:
         life.until(lambda core: core.state.counters.scheduling.split_turns, "a split turn")

@@ -17,12 +17,7 @@ from rollweave.record.trace import Trace
 from rollweave.runtime.hosts.hosts import Hosts, hosts_here
 from rollweave.runtime.pump import Pump, RunClock
 from rollweave.runtime.supervisors.engines import Manifests
-from rollweave.runtime.supervisors.relays import (
-    OnStalled,
-    OnSuspected,
-    RelayLink,
-    RelaySupervisor,
-)
+from rollweave.runtime.supervisors.relays import OnStalled, OnSuspected, RelayLink, RelaySupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -351,9 +351,7 @@ def test_a_finished_run_may_continue_with_more_steps(tmp_path: Path) -> None:
     assert_trained_once(longer)
 
 
-def test_a_run_is_not_resumed_with_another_seed_and_loses_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_not_resumed_with_another_seed_and_loses_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 77})})

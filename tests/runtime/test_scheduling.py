@@ -29,11 +29,7 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
         },
         **{
             "run": {"steps": 4},
-            "rollout": {
-                "scheduling": "trajectory",
-                "groups_per_step": 3,
-                "max_running": 16,
-            },
+            "rollout": {"scheduling": "trajectory", "groups_per_step": 3, "max_running": 16},
             "ablation": {"policies": ["rank"]},
             "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096},
             **sections,
@@ -67,9 +63,7 @@ def test_engines_are_reallocated(tmp_path: Path) -> None:
     trajectory is lost.
     """
     config = moving(
-        tmp_path,
-        engines={"max_slots": 4, "kv_tokens": 4096, "count": 1},
-        allocation=None,
+        tmp_path, engines={"max_slots": 4, "kv_tokens": 4096, "count": 1}, allocation=None
     )
     data = config.model_dump()
     del data["engines"]["count"], data["engines"]["degree"]

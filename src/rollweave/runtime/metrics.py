@@ -313,11 +313,7 @@ def _flat(line: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
     return numbers
 
 
-PACKAGES = {
-    "tensorboard": "torch.utils.tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-}
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 
 
 class TensorBoard:

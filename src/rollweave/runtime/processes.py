@@ -17,11 +17,7 @@ from rollweave.record.rundir import RunDir, run_id
 from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
 from rollweave.runtime.recover import model_dir
 from rollweave.runtime.roles.group import WorkerPlace
-from rollweave.runtime.supervisors.predictor import (
-    PredictorLink,
-    ProcessPredictor,
-    ThreadPredictor,
-)
+from rollweave.runtime.supervisors.predictor import PredictorLink, ProcessPredictor, ThreadPredictor
 from rollweave.runtime.supervisors.relays import OnStalled, OnSuspected, RelayLink
 from rollweave.runtime.supervisors.trainer_link import (
     ProcessTrainer,

@@ -20,13 +20,7 @@ from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import (
-    EngineJoined,
-    HostJoined,
-    HostLost,
-    RunStarted,
-    WorkerJoined,
-)
+from rollweave.schema.events import EngineJoined, HostJoined, HostLost, RunStarted, WorkerJoined
 from tests.support.fake_runs import (
     FAKES,
     assert_no_processes,
@@ -167,10 +161,7 @@ def test_a_host_joins_during_the_run_and_takes_over(tmp_path: Path, agents: Agen
         summary = run(config)
     assert summary.error == ""
     assert summary.account.balanced
-    assert [type(event) for event in events(config, HostJoined, HostLost)] == [
-        HostJoined,
-        HostLost,
-    ]
+    assert [type(event) for event in events(config, HostJoined, HostLost)] == [HostJoined, HostLost]
     assert_trained_once(config)
     assert agents.statuses() == {"a": -signal.SIGKILL, "b": 0}
     assert_no_processes(config)
@@ -448,8 +439,7 @@ def test_missing_and_refused_hosts_are_named(
     assert agents.statuses() == {"a": 0, "b": 2}
     (refusal,) = [line for line in shown if line.startswith("a host at ")]
     assert re.search(
-        r"got another one; the run waits up to [1-5] s for [12] more of 2 hosts$",
-        refusal,
+        r"got another one; the run waits up to [1-5] s for [12] more of 2 hosts$", refusal
     )
 
 

@@ -130,9 +130,7 @@ async def cut_link(port: int) -> AsyncIterator[tuple[CutLink, str]]:
         link.open.set()
 
 
-async def test_a_cut_off_host_ends_its_processes_by_itself_and_joins_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_cut_off_host_ends_its_processes_by_itself_and_joins_again(tmp_path: Path) -> None:
     async with (
         listening(tmp_path, silent_s=1.0, lease_s=2.0) as here,
         cut_link(here.listener.port) as (link, address),
@@ -248,8 +246,7 @@ async def test_an_agent_gives_up_without_a_controller() -> None:
 
 @pytest.mark.variants
 @pytest.mark.parametrize(
-    "options",
-    [("--secret-file", "/nowhere"), ("--resource", "=3"), ("--resource", "H20=none")],
+    "options", [("--secret-file", "/nowhere"), ("--resource", "=3"), ("--resource", "H20=none")]
 )
 async def test_wrong_options_are_refused(options: tuple[str, str]) -> None:
     async with agent("127.0.0.1:1", *options) as process:

@@ -111,11 +111,7 @@ def test_a_run_takes_all_nodes_unless_its_hosts_are_limited() -> None:
 def test_agents_get_what_their_run_names() -> None:
     ray, programs = FakeRay(a={}), Programs(trainer="tests.runtime.fake_trainer")
     start = StartAgents(
-        controller=("10.0.0.1", 1),
-        secret=b"s",
-        join_s=1.0,
-        variables=("COLOR",),
-        programs=programs,
+        controller=("10.0.0.1", 1), secret=b"s", join_s=1.0, variables=("COLOR",), programs=programs
     )
     Agents(ray, start, lambda report: None).poll()
     (spec,) = ray.actors[0].specs

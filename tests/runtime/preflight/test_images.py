@@ -78,10 +78,7 @@ MISSING = "sha256:" + "0" * 64
         ("good.toml", ""),
         ("good.tar", ""),
         ("missing.toml", "must be a readable recipe, got {here}/missing.toml: "),
-        (
-            "missing.tar",
-            "missing.tar must have all its files, {here}/missing.tar is missing",
-        ),
+        ("missing.tar", "missing.tar must have all its files, {here}/missing.tar is missing"),
         ("noise.tar", "must be a tar archive, perhaps compressed, got {here}/noise.tar"),
         ("baseless.toml", "must have all its files, {here}/missing.tar is missing"),
         ("noisy.toml", "must be a tar archive, perhaps compressed, got {here}/noise.tar"),

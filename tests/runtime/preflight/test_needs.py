@@ -272,8 +272,7 @@ def kept_for_backward(shape: ModelShape, dtype: torch.dtype, lengths: list[int])
 
     examples = [
         Example(
-            tokens=torch.randint(0, shape.vocab, (length + 1,)),
-            targets=torch.arange(1, length + 1),
+            tokens=torch.randint(0, shape.vocab, (length + 1,)), targets=torch.arange(1, length + 1)
         )
         for length in lengths
     ]

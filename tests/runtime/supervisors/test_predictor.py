@@ -156,14 +156,7 @@ async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
         stats.lost,
         stats.dropped,
         stats.restarts,
-    ) == (
-        2,
-        2,
-        0,
-        0,
-        0,
-        0,
-    )
+    ) == (2, 2, 0, 0, 0, 0)
     assert stats.requests == stats.answered == 180
     assert stats.fit_s > 0
     assert stats.mean_ms > 0

@@ -216,9 +216,7 @@ class Suspicions:
                 pass
 
 
-async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(
-    start: Start,
-) -> None:
+async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(start: Start) -> None:
     """No relay receives a byte twice, and none is restarted."""
     with versions(1) as (memory,):
         doubts = Suspicions()

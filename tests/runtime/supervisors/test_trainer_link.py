@@ -46,9 +46,7 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
 
     def start(kind: str, run_dir: str = "run") -> TrainerBackend:
         spec = TrainerSpec(
-            config="{}",
-            model=str(tmp_path / "none"),
-            run_dir=str(tmp_path / run_dir),
+            config="{}", model=str(tmp_path / "none"), run_dir=str(tmp_path / run_dir)
         )
         if kind == "thread":
             backends.append(ThreadTrainer(spec, build, start_s=20.0))

@@ -11,14 +11,7 @@ from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.supervisors.workers import OnReport, WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.events import Event, WorkerJoined, WorkerLost, WorkerSlot
-from rollweave.schema.images import (
-    AskImage,
-    GrantImage,
-    HoldImage,
-    ImagePeer,
-    ImageWait,
-    MissImage,
-)
+from rollweave.schema.images import AskImage, GrantImage, HoldImage, ImagePeer, ImageWait, MissImage
 from rollweave.schema.rollouts import WorkerBeat, WorkerReady
 
 PEER = ImagePeer(host="a", url="http://a:1", token="t")

@@ -13,12 +13,7 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.on_ray import Agents, connect, nodes_of
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import ConnectRay, RayCommand, RayConnected, RayFailed, StartAgents
-from rollweave.schema.roles import (
-    DeployFailed,
-    DeployFunctions,
-    FunctionsDeployed,
-    ServeCommand,
-)
+from rollweave.schema.roles import DeployFailed, DeployFunctions, FunctionsDeployed, ServeCommand
 
 POLL_S = 1.0
 """Seconds between two polls of Ray's nodes."""

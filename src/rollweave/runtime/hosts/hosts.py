@@ -110,10 +110,7 @@ def resources(labels: Mapping[str, float] | None = None) -> Resources:
     Raises `HostError` if the driver's program fails.
     """
     return Resources(
-        cpus=cores(),
-        memory_bytes=memory_bytes()[0],
-        devices=devices(),
-        labels=dict(labels or {}),
+        cpus=cores(), memory_bytes=memory_bytes()[0], devices=devices(), labels=dict(labels or {})
     )
 
 

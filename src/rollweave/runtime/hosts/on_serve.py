@@ -111,9 +111,7 @@ class Functions:
         name = f"rollweave-{command.owner}-{function.name}"
         path = f"/{command.secret}/{function.name}"
         self._serve.run(
-            deployment.bind(function, command.archive, command.digest),
-            name=name,
-            route_prefix=path,
+            deployment.bind(function, command.archive, command.digest), name=name, route_prefix=path
         )
         self._names.append(name)
         return path

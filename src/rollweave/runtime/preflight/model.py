@@ -42,12 +42,7 @@ from rollweave.schema.errors import ConfigError, FieldError, TrainerError, Weigh
 from rollweave.schema.hosts import Resources
 from rollweave.schema.text import human_bytes
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer, scratch_shape
-from rollweave.weights.adapters import (
-    adapter_sizes,
-    check_adapter,
-    linear_layers,
-    targeted_layers,
-)
+from rollweave.weights.adapters import adapter_sizes, check_adapter, linear_layers, targeted_layers
 from rollweave.weights.checkpoint import (
     ModelShape,
     read_any_shape,

@@ -161,8 +161,7 @@ def _transcripts(codec: ChatCodec, domain: Domain) -> Iterator[Check]:
             if length > domain.limits.max_turn_tokens:
                 text = f"turn {place}, {reply!r:.60}, has {length} tokens with its end token"
                 broken.setdefault(
-                    "max_turn_tokens",
-                    f"every turn of transcript(): in transcript {number} {text}",
+                    "max_turn_tokens", f"every turn of transcript(): in transcript {number} {text}"
                 )
         if len(sequence.tokens) > domain.limits.max_tokens:
             text = f"every transcript(): number {number} has {len(sequence.tokens)} tokens"

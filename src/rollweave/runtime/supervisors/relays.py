@@ -29,11 +29,7 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.supervisors.engines import Manifests
-from rollweave.runtime.supervisors.supervisor import (
-    ProcessLink,
-    Supervised,
-    TracedSupervisor,
-)
+from rollweave.runtime.supervisors.supervisor import ProcessLink, Supervised, TracedSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
 from rollweave.schema.config.root import RunConfig
@@ -419,10 +415,7 @@ class RelaySupervisor(TracedSupervisor[RelayProcess, RelayReady]):
         return tuple(parts)
 
     async def _fetch(
-        self,
-        command: FetchWeights,
-        relay: RelayProcess,
-        reply: "asyncio.Future[FetchReply | None]",
+        self, command: FetchWeights, relay: RelayProcess, reply: "asyncio.Future[FetchReply | None]"
     ) -> None:
         """Wait for the result of a fetch, and report it."""
         started = self._clock()

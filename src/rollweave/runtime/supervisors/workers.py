@@ -18,11 +18,7 @@ from rollweave.io.child import Spawn
 from rollweave.io.wire import decoder_of, encode
 from rollweave.record.trace import WORKERS, Trace
 from rollweave.rollout.pipeline import Pipeline
-from rollweave.runtime.supervisors.supervisor import (
-    ProcessLink,
-    Supervised,
-    TracedSupervisor,
-)
+from rollweave.runtime.supervisors.supervisor import ProcessLink, Supervised, TracedSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, RemoveWorker, RestartWorker, Warn
