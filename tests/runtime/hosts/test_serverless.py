@@ -120,14 +120,14 @@ def deployed_run(directory: Path, function: str, **sections: Any) -> RunConfig:
 
 
 def test_a_missing_ray_serve_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollweave.runtime.hosts import serverless
+    from rollweave.runtime.hosts import launchers
     from rollweave.schema.errors import ConfigError
 
-    monkeypatch.setattr(serverless, "missing_from", lambda extra: [extra])
+    monkeypatch.setattr(launchers, "missing_from", lambda extra: [extra])
     with pytest.raises(
         ConfigError, match=r"rewards\.0\.run must be left out without Ray Serve \(pip"
     ):
-        serverless.check_platform(deployed_run(tmp_path, "place"))
+        launchers.check_platform(deployed_run(tmp_path, "place"))
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.hosts.launchers import check_launcher
-from rollweave.runtime.hosts.serverless import check_platform
+from rollweave.runtime.hosts.launchers import check_launcher, check_platform
 from rollweave.runtime.metrics import missing_sinks
 from rollweave.runtime.preflight import examiner
 from rollweave.runtime.preflight.checks import (

@@ -24,7 +24,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.rollout.http_service import HttpService, ServiceError
 from rollweave.runtime.hosts.cluster import GatheredHosts, Hosted, slot_of
 from rollweave.runtime.hosts.hosts import resources as resources_here
-from rollweave.runtime.hosts.serverless import on_ray_serve
+from rollweave.runtime.hosts.launchers import on_ray_serve
 from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.serving import method_codec
