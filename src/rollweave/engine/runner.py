@@ -97,7 +97,7 @@ class Runner:
         the same values, and prepare CUDA graphs of decoding steps.
         """
         spec, pool = self._spec, self.pool
-        if pool.device.type != "cuda" or spec.deterministic or not spec.paged_attention:
+        if not self.on_gpu or spec.deterministic or not spec.paged_attention:
             return
         rows, context = spec.max_slots, min(self.shape.context, pool.tokens)
         reason = obstacle(self.shape, pool)
@@ -129,6 +129,10 @@ class Runner:
         self.model.update(staged, in_place=self.graphs is not None)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # the caller frees their memory
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.pool.device.type == "cuda"
 
     def release(self) -> None:
         """Give back the memory of weights and KV. Nothing can be computed until
