@@ -16,7 +16,7 @@ use it:
    `rollout.calculate_log_probs=True`.
 3. Register verl's own servers as the service's engines, so that rollouts come from the
    weights that verl syncs: `LLMServerManager.get_addresses()` returns them, and
-   `register` below registers them (`serve.engines = "registered"`).
+   `register` below registers them (`rollweave serve --registered`).
 4. The data set's `extra_info` names the task of a row: `{"index": 7}`, or `{"payload":
    {...}, "seed": 7}`.
 

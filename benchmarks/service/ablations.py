@@ -139,7 +139,6 @@ def _config(directory: Path, model: Path) -> RunConfig:
             "model": {"path": str(model)},
             "tasks": [task | limits for task in tasks],
             "rollout": {"max_running": ENGINES * SLOTS},
-            "serve": {"engines": "registered"},
         }
     )
 

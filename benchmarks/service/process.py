@@ -56,6 +56,7 @@ def main() -> None:
         make_backend=backend_factory(config),
         on_service=observe,
         access=Access(port=0, no_token=True),
+        registered=True,
     )
 
 

@@ -97,14 +97,13 @@ def test_sequences_beyond_the_context_are_refused_before_the_service_starts(
     model = vllm_checkpoint(directory)  # with a context of 512 tokens
     config = service_config(tmp_path)
 
-    def with_limit(most: int, *, engines: str = "local", path: str = str(model)) -> RunConfig:
+    def with_limit(most: int, *, path: str = str(model)) -> RunConfig:
         first, *others = (task.model_dump(exclude_unset=True) for task in config.tasks)
         return RunConfig.model_validate(
             {
                 **config.model_dump(exclude_unset=True),
                 "tasks": [{**first, "max_tokens": most}, *others],
                 "model": {"path": path},
-                "serve": {"engines": engines},
             }
         )
 
@@ -113,8 +112,10 @@ def test_sequences_beyond_the_context_are_refused_before_the_service_starts(
     assert str(error.value) == (
         "tasks.max_tokens: must be at most the model's context (512), got 513"
     )
-    for fits in (with_limit(512), with_limit(513, engines="registered"), with_limit(513, path="x")):
+    for fits in (with_limit(512), with_limit(513, path="x")):
         assert examine_service(fits) == (fits, [])
+    elsewhere = with_limit(513)
+    assert examine_service(elsewhere, registered=True) == (elsewhere, [])
 
 
 HOST = ("--host", "192.0.2.1", "--port", "0", "--token-env", "TOKEN")

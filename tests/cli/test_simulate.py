@@ -121,5 +121,4 @@ def test_the_list_names_existing_fields() -> None:
             "warmup",
             "faults",
             "sandbox",
-            "serve",
         )

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.engine.clients.transport import Transport
-from rollweave.schema.address import Hosts, check_names, parse_address
-from rollweave.schema.config.run import ServeConfig
+from rollweave.schema.address import PRIVATE_NETWORKS, Hosts, check_names, parse_address
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
 from rollweave.service import engines
@@ -92,14 +91,13 @@ METADATA = [
     "100.100.100.200",
     "168.63.129.16",
 ]
-DEFAULT = Hosts.parse(ServeConfig().engine_hosts, field="x")
 
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "10.1.2.3", "192.168.0.9", "[::1]", "[::ffff:127.0.0.1]", "localhost"]
 )
 async def test_admits_this_host_and_private_networks_by_default(host: str) -> None:
-    await check_engine_host(DEFAULT, parse_address(f"http://{host}:8000"))
+    await check_engine_host(PRIVATE_NETWORKS, parse_address(f"http://{host}:8000"))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +105,8 @@ async def test_admits_this_host_and_private_networks_by_default(host: str) -> No
     ["169.254.169.254", "8.8.8.8", "[::ffff:169.254.169.254]", "[fe80::1]", "0.0.0.0", *METADATA],
 )
 async def test_refuses_metadata_services_and_the_internet_by_default(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
-        await check_engine_host(DEFAULT, parse_address(f"http://{host}:8000"))
+    with pytest.raises(ConfigError, match="--engine-host of the service admits"):
+        await check_engine_host(PRIVATE_NETWORKS, parse_address(f"http://{host}:8000"))
 
 
 @pytest.mark.parametrize("host", METADATA)
@@ -119,7 +117,7 @@ async def test_admits_a_metadata_address_only_as_an_entry(
     everything = Hosts.parse(
         ("0.0.0.0/0", "::/0", "fd00:ec2::/32", "169.254.0.0/16", "127.0.0.1"), field="x"
     )
-    with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
+    with pytest.raises(ConfigError, match="--engine-host of the service admits"):
         await check_engine_host(everything, f"http://{host}:1")
     await check_engine_host(Hosts.parse((bare,), field="x"), f"http://{host}:1")
     await check_engine_host(everything, "http://10.0.0.1:1")
@@ -157,15 +155,15 @@ async def test_checks_the_resolved_addresses_of_a_name_on_connection() -> None:
 async def test_checks_a_numeric_address_on_connection() -> None:
     """A stored registration may have been accepted under other settings."""
     with pytest.raises(EngineError, match="not among the hosts"):
-        Transport("x", "http://169.254.169.254", hosts=DEFAULT, reply_s=2.0)
+        Transport("x", "http://169.254.169.254", hosts=PRIVATE_NETWORKS, reply_s=2.0)
 
 
 @pytest.mark.parametrize(
     "entry", ["10.0.0.0/99", "http://gpu", "a b", "", "10.0.0.1/8", "::1%eth0"]
 )
 def test_refuses_invalid_engine_hosts(entry: str) -> None:
-    with pytest.raises(ValueError, match="engine_hosts must be"):
-        ServeConfig(engine_hosts=(entry,))
+    with pytest.raises(ValueError, match="--engine-host must be"):
+        Hosts.parse((entry,), field="--engine-host")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +261,7 @@ async def test_bounds_registrations_and_refuses_foreign_hosts(
                 service, "POST", path, {"address": "http://169.254.169.254", **more}
             )
             assert status == 400
-            assert "serve.engine_hosts" in str(body)
+            assert "--engine-host" in str(body)
 
 
 async def test_discards_registrations_that_break_the_present_rules(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ async def done(service: str, id: str) -> Any:
 async def test_a_registered_engine_serves_rollouts(tmp_path: Path, dialect: str) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             await submit(service, id="early", members=2)
             status, body, _ = await call(
                 service, "POST", "/v1/engines", {"address": address, "dialect": dialect}
@@ -49,7 +49,7 @@ async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
     """A policy that needs both has them, for each engine by itself."""
     config = registered(tmp_path, rollout={"scheduling": "trajectory"})
     async with elsewhere() as (_, one), elsewhere() as (_, other):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             for address in (one, other):
                 body = {"address": address, "dialect": "completions"}
                 await call(service, "POST", "/v1/engines", body)
@@ -69,7 +69,7 @@ async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
 async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, lasting), elsewhere() as (ending, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             for place in (address, lasting):
                 await call(
                     service, "POST", "/v1/engines", {"address": place, "dialect": "rollweave"}
@@ -155,7 +155,7 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
 
 async def test_refuses_invalid_registrations(tmp_path: Path) -> None:
     config = registered(tmp_path)
-    with serving(config, make_backend=backend_factory(config)) as service:
+    with serving(config, make_backend=backend_factory(config), registered=True) as service:
         for body, reason in (
             ({"address": "http://x", "dialect": "latin"}, "dialect"),
             ({"address": "x", "dialect": "vllm"}, "http://"),
@@ -194,7 +194,7 @@ async def test_reports_an_engine_that_refuses_the_connection(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
     config, address = registered(tmp_path), f"http://127.0.0.1:{unused_tcp_port}"
-    with serving(config, make_backend=backend_factory(config)) as service:
+    with serving(config, make_backend=backend_factory(config), registered=True) as service:
         _, queued, _ = await submit(service, id="waits")
         assert queued["waits_for"] == "no engine serves: none is registered"
         await call(service, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
@@ -221,7 +221,7 @@ async def test_reports_an_engine_that_refuses_the_connection(
 async def test_waiting_rollouts_name_a_removed_engine(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             await call(service, "POST", "/v1/engines", {"address": address, "dialect": "sglang"})
             await submit(service, id="waits")
             await wait_until(
@@ -247,7 +247,7 @@ async def test_registering_an_address_with_other_settings_replaces_the_engine(
 ) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             wrong = {"address": address, "dialect": "sglang"}
             _, first, _ = await call(service, "POST", "/v1/engines", wrong)
             _, again, _ = await call(service, "POST", "/v1/engines", wrong)
@@ -269,7 +269,7 @@ async def test_registering_an_address_with_other_settings_replaces_the_engine(
 async def test_refuses_to_withdraw_the_last_serving_engine(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, one), elsewhere() as (_, other):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             for address in (one, other):
                 await call(
                     service, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}

@@ -98,8 +98,8 @@ async def test_concurrent_requests_do_not_exceed_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollouts, "QUEUE", 10)
-    config = service_config(tmp_path, serve={"engines": "registered"})
-    with serving(config) as service:
+    config = service_config(tmp_path)
+    with serving(config, registered=True) as service:
         requests = [submit(service, index=None, payload={}) for _ in range(200)]
         answers = [status for status, _, _ in await asyncio.gather(*requests)]
         assert (answers.count(202), answers.count(429)) == (10, 190)
@@ -164,8 +164,8 @@ async def test_unfinished_requests_are_bounded_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollouts, "QUEUE_MB", 1)
-    config = service_config(tmp_path, serve={"engines": "registered"})
-    with serving(config) as service:
+    config = service_config(tmp_path)
+    with serving(config, registered=True) as service:
         # the payload is in the request and in its task
         large = {"handler": "game", "payload": {"x": "x" * 200_000}}
         answers = [
@@ -269,8 +269,8 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
 
 
 async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path) -> None:
-    config = service_config(tmp_path, serve={"engines": "registered"})
-    service = Serving(config)
+    config = service_config(tmp_path)
+    service = Serving(config, registered=True)
     await call(service, "POST", "/v1/rollouts", {"rollouts": [game(id=f"k{i}") for i in range(5)]})
     waiting = asyncio.create_task(call(service, "GET", "/v1/rollouts/k0?wait=60"))
     await wait_until(service, "/health", lambda health: health["queued"] == 5)
@@ -291,13 +291,13 @@ async def test_refuses_a_journal_without_its_job_database(
     """Otherwise new requests would reuse names of rollouts in the journal and the
     store.
     """
-    config = service_config(tmp_path, **({} if done else {"serve": {"engines": "registered"}}))
+    config = service_config(tmp_path)
     jobs, older = run_dir(config) / "jobs.sqlite", tmp_path / "older"
-    with serving(config):
+    with serving(config, registered=not done):
         pass
     jobs.rename(older)
     jobs.write_bytes(older.read_bytes())
-    with serving(config) as service:
+    with serving(config, registered=not done) as service:
         await submit(service, id="x")
         await call(service, "GET", f"/v1/rollouts/x?wait={30 if done else 0}")
         service.stop(drain=True)
@@ -308,7 +308,7 @@ async def test_refuses_a_journal_without_its_job_database(
         with pytest.raises(
             ConfigError, match=r"must hold the jobs\.sqlite that belongs to its journal\.bin"
         ):
-            Serving(config).stop()
+            Serving(config, registered=not done).stop()
 
 
 def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> None:
@@ -360,8 +360,8 @@ async def test_deletes_segments_without_results(
 
 
 async def test_unrecorded_results_are_delivered_again_after_a_restart(tmp_path: Path) -> None:
-    config = service_config(tmp_path, serve={"engines": "registered"})
-    program = Program(config)
+    config = service_config(tmp_path)
+    program = Program(config, registered=True)
     try:
         await submit(program, id="x")
         await wait_until(program, "/health", lambda health: health["queued"] == 1)
@@ -373,7 +373,7 @@ async def test_unrecorded_results_are_delivered_again_after_a_restart(tmp_path: 
     # the service is killed between this event and its result
     with RunJournal(run / "journal.bin") as journal:
         journal.append(1.0, event, core.handle(1.0, event))
-    with serving(config) as service:
+    with serving(config, registered=True) as service:
         answer = await get(service, "/v1/rollouts/x?wait=30")
         assert (answer["state"], answer["members"][0]["stop_reason"]) == ("done", "cancelled")
 
@@ -519,9 +519,8 @@ class Waiting:
 
 async def test_an_address_is_registered_once(tmp_path: Path) -> None:
     make_backend: Any = Waiting
-    with serving(
-        service_config(tmp_path, serve={"engines": "registered"}), make_backend=make_backend
-    ) as service:
+    config = service_config(tmp_path)
+    with serving(config, make_backend=make_backend, registered=True) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
         answer = await asyncio.gather(
             *(call(service, "POST", "/v1/engines", body) for _ in range(20))

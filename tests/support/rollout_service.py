@@ -1,7 +1,8 @@
 """A service for tests, with the real pipeline, real HTTP, and echo engines as
 processes. It runs in a thread, or as a program that a test can kill.
 
-The program is `python -m tests.support.rollout_service CONFIG`; it prints its address.
+The program is `python -m tests.support.rollout_service CONFIG PORT [registered]`; it
+prints its address.
 """
 
 import contextlib
@@ -68,7 +69,9 @@ class Serving:
         self._error: BaseException | None = None
         self._make_backend = make_backend
         self.service: Service
-        self._unsandboxed = access.pop("unsandboxed", False)
+        self._options = {
+            name: access.pop(name) for name in ("unsandboxed", "registered") if name in access
+        }
         self._access = Access(**{"port": 0, "no_token": "token_env" not in access, **access})
         self.token: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(config,), name="service")
@@ -91,7 +94,7 @@ class Serving:
                 programs=FAKES,
                 on_service=self._on_service,
                 access=self._access,
-                unsandboxed=self._unsandboxed,
+                **self._options,
             )
         except BaseException as error:
             self._error = error
@@ -129,7 +132,14 @@ def serving(
 class Program:
     """A service in another process, which may open at most `files` files."""
 
-    def __init__(self, config: RunConfig, *, files: int | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        files: int | None = None,
+        port: int = 0,
+        registered: bool = False,
+    ) -> None:
         file = Path(config.run.dir) / "given.toml"
         file.write_text(dumps(config))
         env = {
@@ -144,6 +154,7 @@ class Program:
             "tests.support.rollout_service",
             str(file),
             str(port),
+            *(["registered"] if registered else []),
         ]
         with (Path(config.run.dir) / "stderr").open("wb") as stderr:
             self.process = Forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
@@ -189,4 +200,5 @@ if __name__ == "__main__":
         make_backend=backend_factory(given),
         programs=FAKES,
         access=Access(port=int(sys.argv[2]), no_token=True),
+        registered="registered" in sys.argv[3:],
     )

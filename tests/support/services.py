@@ -22,10 +22,10 @@ from tests.support.sandboxes import needs, no_process_left
 
 
 def registered(directory: Path, **sections: Any) -> RunConfig:
-    """Return the configuration of a service without local engines. The echo engine's
+    """Return the configuration of a service for registered engines. The echo engine's
     tokens are below 128.
     """
-    config = service_config(directory, serve={"engines": "registered"}, **sections)
+    config = service_config(directory, **sections)
     (Path(config.model.path or "") / "config.json").write_text(json.dumps({"vocab_size": 128}))
     return config
 

@@ -271,6 +271,23 @@ def serve(
             help="Allow sandbox.backend = plain, with which clients' commands run as this user.",
         ),
     ] = False,
+    registered: Annotated[
+        bool,
+        typer.Option(
+            "--registered",
+            help="Only engines that clients register, in place of [[engines]] on the model's "
+            "checkpoint and those that are registered.",
+        ),
+    ] = False,
+    engine_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-host",
+            metavar="HOST",
+            help="Host of engines that clients may register: a name, an address or a network "
+            "such as 10.0.0.0/8, in place of this host and private networks. May be repeated.",
+        ),
+    ] = None,
     inproc: InProcess = False,
 ) -> None:
     """Serve rollouts of CONFIG's tasks over HTTP. The handler in a request is a task's
@@ -287,7 +304,15 @@ def serve(
             no_token=no_token,
             names=tuple(names or ()),
         )
-        work(config, overrides or [], inproc=inproc, access=access, unsandboxed=unsandboxed)
+        work(
+            config,
+            overrides or [],
+            inproc=inproc,
+            access=access,
+            unsandboxed=unsandboxed,
+            registered=registered,
+            engine_hosts=engine_hosts or (),
+        )
 
 
 @app.command()

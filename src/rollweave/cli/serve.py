@@ -10,6 +10,7 @@ from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.io.http.listening import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.preflight.dryrun import examine_service
+from rollweave.schema.address import PRIVATE_NETWORKS, Hosts
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -31,23 +32,32 @@ def serve(
     inproc: bool,
     access: Access = ON_LOOPBACK,
     unsandboxed: bool = False,
+    registered: bool = False,
+    engine_hosts: Sequence[str] = (),
 ) -> None:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends it. Engines may be registered on `engine_hosts`, or on
+    this host and in private networks if there are none.
+
+    Raises ConfigError for a host that is none.
+    """
+    hosts = Hosts.parse(engine_hosts, field="--engine-host") if engine_hosts else PRIVATE_NETWORKS
     config = (
         load(path, overrides)
         if path.is_file() or path.suffix == ".toml"
         else service_of_run(str(path), overrides)
     )
-    config, warnings = examine_service(config)
+    config, warnings = examine_service(config, registered=registered)
     for check in warnings:
         err.print(f"[yellow]{escape(check.name)}:[/] {escape(check.detail)}", soft_wrap=True)
     launch.serve(
         config,
         observer=_Terminal(config, access),
-        make_backend=backend_factory(config),
+        make_backend=backend_factory(config, hosts),
         inproc=inproc,
         access=access,
         unsandboxed=unsandboxed,
+        registered=registered,
+        engine_hosts=hosts,
     )
 
 

@@ -5,7 +5,7 @@ Invariants: a registration is in the job database before the core learns of the 
 so it survives a restart; an engine id is never used twice in the life of a process; an
 address is registered at most once; tokens are in one file that only our user can read,
 never in jobs.sqlite; a client of the service cannot make it connect to a host that
-`serve.engine_hosts` does not admit, under any name.
+`rollweave serve --engine-host` does not admit, under any name.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.transport import OnRetry
 from rollweave.io.disk import replace_file
 from rollweave.io.reading import read_json
-from rollweave.schema.address import Hosts, host_of, ip_address
+from rollweave.schema.address import PRIVATE_NETWORKS, Hosts, host_of, ip_address
 from rollweave.schema.base import EngineId, as_json
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
@@ -59,12 +59,11 @@ MAX_ENGINES = 1024
 """Maximum number of engines that are registered at one time."""
 
 
-def backend_factory(config: RunConfig) -> BackendFactory:
-    """Return the factory for engines that serve the model of `config`, of any
-    architecture.
+def backend_factory(config: RunConfig, hosts: Hosts = PRIVATE_NETWORKS) -> BackendFactory:
+    """Return the factory for engines on `hosts`, which serve the model of `config`, of
+    any architecture.
     """
     directory = Path(config.model.path or "")
-    hosts = Hosts.parse(config.serve.engine_hosts, field="serve.engine_hosts")
 
     def make_backend(request: EngineRequest, name: str, failed: OnRetry) -> Generates:
         try:
@@ -156,7 +155,7 @@ async def check_engine_host(hosts: Hosts, address: str) -> None:
             return
     if refused := [ip for ip in addresses if not hosts.admits_ip(ip)]:
         raise ConfigError(
-            "address must be on a host that serve.engine_hosts admits, got "
+            "address must be on a host that --engine-host of the service admits, got "
             f"{host!r} at {', '.join(refused)}"
         )
 

@@ -32,7 +32,7 @@ from rollweave.runtime.life import begun, machine_of, recorded, wired
 from rollweave.runtime.live_world import ServiceWorld
 from rollweave.runtime.processes import Processes
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
-from rollweave.schema.address import Hosts
+from rollweave.schema.address import PRIVATE_NETWORKS, Hosts
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, EngineError, RollweaveError
@@ -77,12 +77,15 @@ def serve(
     on_service: Callable[[Service], None] = lambda _: None,
     access: Access = ON_LOOPBACK,
     unsandboxed: bool = False,
+    registered: bool = False,
+    engine_hosts: Hosts = PRIVATE_NETWORKS,
 ) -> None:
     """Serve until SIGINT or SIGTERM: after the first, accepted rollouts are completed;
     the second cancels them.
 
-    Without `unsandboxed`, a sandbox that
-    isolates nothing is refused, because the commands of clients would run as this user.
+    Without `unsandboxed`, a sandbox that isolates nothing is refused, because the
+    commands of clients would run as this user. With `registered`, the service has only
+    engines that clients register, and none of its own; they are on `engine_hosts`.
     `on_service` gets the service itself, on its event loop, for use without HTTP.
     Raises ConfigError, also if the port is taken, and DiskError. Any other failure that
     ends the service becomes a RollweaveError.
@@ -125,6 +128,8 @@ def serve(
             inproc=inproc,
             programs=programs or Programs(),
             make_backend=make_backend,
+            registered=registered,
+            engine_hosts=engine_hosts,
         )
         try:
             run_to_the_end(launch.run(observer, on_service))
@@ -166,6 +171,8 @@ class _Launch:
     inproc: bool
     programs: Programs
     make_backend: BackendFactory
+    registered: bool
+    engine_hosts: Hosts
 
     async def run(self, observer: ServiceObserver, on_service: Callable[[Service], None]) -> None:
         config, run = self.config, self.directory
@@ -224,8 +231,7 @@ class _Launch:
     async def _serve(
         self, world: ServiceWorld, service: Service, observer: ServiceObserver
     ) -> None:
-        config = self.config.serve
-        engines = first_engines(self.config) if config.engines == "local" else ()
+        engines = () if self.registered else first_engines(self.config)
         machine = machine_of(self.config, relays=0, inproc=self.inproc)
         first = world.life.first(engines, machine, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
@@ -241,9 +247,8 @@ class _Launch:
 
         await asyncio.sleep(0)  # the world posts the first event
         service.restore()
-        hosts = Hosts.parse(config.engine_hosts, field="serve.engine_hosts")
-        prorl = ProRL(service, codec=self.codec, hosts=hosts)
-        app = http.make_app(service, hosts, prorl.routes())
+        prorl = ProRL(service, codec=self.codec, hosts=self.engine_hosts)
+        app = http.make_app(service, self.engine_hosts, prorl.routes())
         guard = Guard(token=self.token, hosts=self.access.names)
 
         def on_listening(address: str) -> None:

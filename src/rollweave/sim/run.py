@@ -157,7 +157,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "weights": ("transport",),
     "eval": ("temperature", "stop_at"),
     "sandbox": ALL,
-    "serve": ALL,
 }
 """Section → ignored fields. The core, which is the real one, or the cost models honor
 all others.

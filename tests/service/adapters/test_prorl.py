@@ -185,7 +185,7 @@ async def test_prorls_client_runs_unchanged(tmp_path: Path, source: dict[str, st
     """
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
+        with serving(config, make_backend=backend_factory(config), registered=True) as service:
             assert (await post(service, "/add_llm_server", {"address": f"{address}/v1"}))[0] == 200
             assert (await post(service, "/start"))[0] == 200
             body = {

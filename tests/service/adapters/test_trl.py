@@ -72,12 +72,10 @@ def served(directory: Path) -> Iterator[tuple[Rollouts, TrainedEngine, str]]:
         "max_turn_tokens": 6,
         "max_tokens": 400,
     }
-    config = service_config(
-        directory, task=task, serve={"engines": "registered"}, rollout={"retries": 0}
-    )
+    config = service_config(directory, task=task, rollout={"retries": 0})
     spec = EngineSpec(id=EngineId("trained"), model=str(model), max_slots=16, kv_tokens=16384)
     with (
-        serving(config, make_backend=backend_factory(config)) as service,
+        serving(config, make_backend=backend_factory(config), registered=True) as service,
         TrainedEngine(spec) as engine,
         Rollouts(service.address) as rollouts,
     ):

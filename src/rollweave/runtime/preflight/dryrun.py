@@ -142,8 +142,10 @@ def plan(
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
 
 
-def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
-    """Check that the model has room for the longest sequences, unless only registered
+def examine_service(
+    config: RunConfig, *, registered: bool = False
+) -> tuple[RunConfig, list[Check]]:
+    """Check that the model has room for the longest sequences, unless only `registered`
     engines compute them, and drop overlong prompts of domains whose `overlong` is
     "drop". Return the configuration, and a warning for each of these domains, and for
     each setting without effect.
@@ -151,7 +153,7 @@ def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
     Raises ConfigError, also for a domain of which no prompt would be left, and for a
     model whose tokenizer cannot be read.
     """
-    if config.serve.engines == "local":
+    if not registered:
         must_pass(check_context(config))
     domains = list[Domain]()
     for index, task in enumerate(config.tasks):

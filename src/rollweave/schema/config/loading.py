@@ -365,6 +365,7 @@ FORMER = {
     "rollout.predictor": "ablation.policies, as one of the list",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
     "sandbox.cache_gb": "leave it out: images have half of the file system of the cache",
+    "serve": "`rollweave serve --registered` and `--engine-host HOST`",
     "sim.pools": "leave it out: pools.NAME.resource names the GPU, and the engines the hosts",
     "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
     "sim.trainer_gpus": "trainer.ranks",

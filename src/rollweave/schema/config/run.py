@@ -1,4 +1,4 @@
-"""The sections `[run]`, `[watchdog]`, `[sandbox]` and `[serve]`; and `[ablation]`:
+"""The sections `[run]`, `[watchdog]` and `[sandbox]`; and `[ablation]`:
 policies of the papers in place of ours, and mechanisms that can be left out.
 
 """
@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollweave.schema.address import Hosts
 from rollweave.schema.config.values import (
     Count,
     Positive,
@@ -118,25 +117,6 @@ class SandboxConfig(Section):
         "directory, which also receives the images that the run builds (docs/SANDBOX.md). Each "
         "host keeps images in rollweave/images in $XDG_CACHE_HOME, or in ~/.cache.",
     )
-
-
-class ServeConfig(Section):
-    """`rollweave serve`: rollouts over HTTP."""
-
-    engines: Literal["local", "registered"] = Field(
-        "local",
-        description="local: [[engines]] on the model's checkpoint, and those that are registered; "
-        "registered: only the latter.",
-    )
-    engine_hosts: tuple[str, ...] = Field(
-        ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
-        description="Hosts of engines that clients may register: names, addresses, networks.",
-    )
-
-    @model_validator(mode="after")
-    def _hosts_are_hosts(self) -> Self:
-        Hosts.parse(self.engine_hosts, field="engine_hosts")
-        return self
 
 
 PRIORITIES = ("fcfs", "round_robin", "shortest_first", "longest_first")

@@ -21,7 +21,6 @@ from rollweave.schema.config.run import (
     AblationConfig,
     RunSection,
     SandboxConfig,
-    ServeConfig,
     WatchdogConfig,
 )
 from rollweave.schema.config.simulation import SimConfig
@@ -71,7 +70,6 @@ class Sections(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sim: SimConfig | None = None
-    serve: ServeConfig = ServeConfig()
     ablation: AblationConfig = AblationConfig()
 
     @model_validator(mode="before")
