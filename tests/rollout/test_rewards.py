@@ -223,22 +223,22 @@ async def test_a_url_that_is_not_there_is_given_up_at_the_deadline() -> None:
 @pytest.mark.parametrize(
     ("text", "grade"),
     [
-        ("Score: 7", 7.0),
-        ("It is right.\n\n**Score: 2.5**\n", 2.5),
-        ("Score: 1\nBut then it errs.\nscore: -3", -3.0),
+        ("Score: 0.7", 0.7),
+        ("It is right.\n\n**Score: 0.25**\n", 0.25),
+        ("Score: 1\nBut then it errs.\nscore: 0", 0.0),
     ],
 )
 async def test_the_last_line_of_a_judge_is_its_grade(
     server: FakeServer, text: str, grade: float
 ) -> None:
     server.answer = lambda _: graded(text)
-    settings = judge(server, scale=[-5, 10], reference="answer", request={"max_tokens": 9})
+    settings = judge(server, reference="answer", request={"max_tokens": 9})
     assert await asked(**settings) == grade
     (body,) = server.requests
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 9, 0)
     system, user = body["messages"]
     assert system["content"].startswith("Be strict.\n")
-    assert "a number from -5 to 10" in " ".join(system["content"].split())
+    assert "a number from 0 to 1" in " ".join(system["content"].split())
     shown = json.loads(user["content"])
     assert shown["reference_answer"] == "4"
     assert [message["content"] for message in shown["conversation"]] == ["2 + 2?", "4"]
@@ -247,19 +247,20 @@ async def test_the_last_line_of_a_judge_is_its_grade(
 @pytest.mark.parametrize(
     "text",
     [
-        *("7", "Score: high", "Score: 7 of 10", "Score: 11", "Score: nan", "Score: 7\nDone.", ""),
+        *("1", "Score: high", "Score: 1 of 1", "Score: 2", "Score: -1", "Score: nan"),
+        *("Score: 1\nDone.", ""),
         *("Score: １", "Score: ٣", "Score: 1_0", "Score: 1.５"),
     ],
 )
 async def test_a_judge_that_answers_out_of_format_is_asked_again_and_then_a_failure(
     server: FakeServer, text: str
 ) -> None:
-    server.answer = lambda number: graded(text if number < 3 else "Score: 10")
-    assert await asked(**judge(server, scale=[0, 10])) == 10.0
+    server.answer = lambda number: graded(text if number < 3 else "Score: 1")
+    assert await asked(**judge(server)) == 1.0
     server.answer = lambda _: graded(text)
-    reason, error = await failure(**judge(server, scale=[0, 10]))
+    reason, error = await failure(**judge(server))
     assert reason is StopReason.REWARD_UNAVAILABLE
-    assert "must end with a line Score: NUMBER, with a number from 0 to 10, got" in error
+    assert "must end with a line Score: NUMBER, with a number from 0 to 1, got" in error
     assert len(server.requests) == 6
 
 

@@ -363,10 +363,6 @@ WITHOUT_EFFECT = (
     ),
     Conflict("rewards.token_env", _beside("rewards.function")),
     Conflict(
-        "rewards.judge.scale",
-        _beside("rewards.judge.pairwise", why="whose reward is a share of wins"),
-    ),
-    Conflict(
         "eval.episodes",
         Clause(
             "without eval.every",

@@ -359,6 +359,7 @@ FORMER = {
     "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
     "faults": "leave it out: an environment of your own may fail, or wait as "
     "rollweave.envs.frozenlake:SlowLake does",
+    "rewards.judge.scale": "leave it out: a grade is from 0 to 1, which rewards.weight multiplies",
     "rewards.judge.url": "rewards.url",
     "rollout.engine_batch": "rollout.max_running, of which each engine has its share, or "
     "engines.max_slots, of which it has twice as many",

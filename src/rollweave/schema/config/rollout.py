@@ -188,13 +188,9 @@ RUBRIC_FILES = (".md", ".txt")
 """Ends of a rubric that is the path of a file."""
 
 
-UNIT_SCALE = (0.0, 1.0)
-"""Scale of a judge that names none, and of a share of wins."""
-
-
 class JudgeConfig(Section):
-    """A model that grades trajectories, behind the `url` of the reward: any endpoint
-    with OpenAI's chat completions.
+    """A model that grades trajectories from 0 to 1, behind the `url` of the reward: any
+    endpoint with OpenAI's chat completions.
     """
 
     model: str = Field(min_length=1, description="Its name at the endpoint.")
@@ -206,9 +202,6 @@ class JudgeConfig(Section):
         None,
         description="Key of the task's payload under which its reference answer is, which the "
         "judge is shown, too.",
-    )
-    scale: tuple[Finite, Finite] = Field(
-        UNIT_SCALE, description="Lowest and highest grade; the grade is the reward."
     )
     pairwise: bool = Field(
         False,
@@ -224,13 +217,6 @@ class JudgeConfig(Section):
     def has_file(self) -> bool:
         """True if the rubric is the path of a file, not text."""
         return self.rubric.endswith(RUBRIC_FILES) and "\n" not in self.rubric
-
-    @model_validator(mode="after")
-    def _is_a_scale(self) -> Self:
-        if not self.scale[0] < self.scale[1]:
-            rule = "have a lower end below the upper one"
-            raise FieldError("scale", rule, list(self.scale))
-        return self
 
 
 ENV_REWARD = "env"
