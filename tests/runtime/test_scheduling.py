@@ -67,7 +67,7 @@ def test_engines_are_reallocated(tmp_path: Path) -> None:
     )
     data = config.model_dump()
     del data["engines"]["count"], data["engines"]["degree"]
-    config = RunConfig.model_validate({**data, "allocation": {"budget": 3, "degrees": [1, 2]}})
+    config = RunConfig.model_validate({**data, "allocation": {"budget": 3}})
     summary = train(config)
     assert (summary.error, summary.steps) == ("", 4)
     _, events, commands = checked_journal(config)

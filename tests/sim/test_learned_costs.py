@@ -64,7 +64,7 @@ def test_learned_costs_are_close_to_measured_ones(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fleet_of_servers_is_planned_with_learned_costs(tmp_path: Path) -> None:
-    changes = {"allocation": {"budget": 4, "degrees": [1, 2]}}
+    changes = {"allocation": {"budget": 3}}
     planned = list[list[int]]()
     for kind in ("embedded", "vllm"):
         run = {"name": kind, "dir": str(tmp_path), "steps": 4}

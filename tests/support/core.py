@@ -30,7 +30,7 @@ SCHEDULINGS: dict[str, dict[str, object]] = {
 """Settings of [rollout], and `policies` and `without` of [ablation], for `config`."""
 
 
-ALLOCATION = {"budget": 5, "degrees": [1, 2, 4]}
+ALLOCATION = {"budget": 5}
 
 
 SPLIT = [{"phase": "prefill", "count": 1}, {"phase": "decode"}]

@@ -192,11 +192,10 @@ def _kv_text(config: RunConfig, costs: Costs) -> str:
     """Describe the size of an engine's KV cache, and the setting that limits it. For
     engines of several kinds, describe the smallest and the largest cache.
     """
-    degrees = config.allocation.degrees if config.allocation is not None else ()
     kinds = [
         (costs[0][(group.pool or NO_POOL) if config.pools else NO_POOL, degree], group)
         for group in config.engines
-        for degree in (degrees or (group.degree,))
+        for degree in (config.degrees or (group.degree,))
     ]
     capacities = {(kv_room(cost, group), cost.kv_tokens) for cost, group in kinds}
     sizes = sorted({size for size, _ in capacities})

@@ -148,16 +148,7 @@ def degrees_of(config: RunConfig) -> dict[str, list[int]]:
     Raises ConfigError if a group of engines names no pool, though the run has some.
     """
     if not config.pools:
-        allocation = config.allocation
-        return {
-            NO_POOL: [
-                *(
-                    allocation.degrees
-                    if allocation is not None
-                    else (group.degree for group in config.engines)
-                )
-            ]
-        }
+        return {NO_POOL: [*(config.degrees or (group.degree for group in config.engines))]}
     if config.allocation is not None:
         raise ConfigError(
             "allocation must be left out in a simulation with [pools], whose hosts are those that "

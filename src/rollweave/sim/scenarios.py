@@ -286,7 +286,7 @@ def _scheduling(seed: int) -> dict[str, Any]:
     chosen = [one for one in (priority, placement, migration) if one is not None]
     data: dict[str, Any] = {"scheduling": "trajectory", "ablation": {"policies": chosen}}
     if draw.random() < 0.3:
-        data["allocation"] = {"budget": draw.randint(2, 6), "degrees": [1, 2]}
+        data["allocation"] = {"budget": draw.randint(2, 6)}
     return data
 
 

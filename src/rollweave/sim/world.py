@@ -362,8 +362,7 @@ def _engine_costs(
                 f"{key} must stand for engines of one degree, got degrees {sorted(set(degrees))}"
             )
         return {degrees[0]: ProfileCost.from_json(name)}
-    degree_key = "allocation.degrees" if config.allocation is not None else "engines.degree"
-    with _as_settings(tp=degree_key, gpu=key, model="sim.model"):
+    with _as_settings(tp="engines.degree", gpu=key, model="sim.model"):
         return {degree: EngineCost(gpu=gpu(name), model=shape, tp=degree) for degree in degrees}
 
 

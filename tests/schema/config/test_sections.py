@@ -121,8 +121,10 @@ def test_a_server_may_have_several_gpus_and_sglang_may_be_deterministic() -> Non
 
 def test_the_run_may_decide_how_many_engines_of_each_degree_there_are() -> None:
     config = loads(SCRATCH, ["engines.kind=sglang", "allocation.budget=4", "model.device=cuda"])
-    assert config.allocation is not None
-    assert config.allocation.degrees == (1, 2, 4)
+    assert config.degrees == (1, 2, 4)
+    for degree, budget, degrees in ((2, 64, (2, 4, 8)), (8, 64, (8, 16)), (3, 7, (3, 6))):
+        sets = [f"engines={{kind='sglang', degree={degree}}}", f"allocation.budget={budget}"]
+        assert loads(SCRATCH, sets).degrees == degrees
 
 
 def test_a_model_from_scratch_has_heads_that_vllm_computes_and_keeps_them() -> None:

@@ -132,11 +132,10 @@ class Setup(Struct, frozen=True, kw_only=True):
                 },
                 "pools": {kind: {"resource": kind} for kind in kinds},
                 "cluster": {"address": "127.0.0.1:0", "hosts": 1} if self.relayed else None,
-                "engines": groups or {**({} if self.degrees else alike), **settings},
+                "engines": groups
+                or {**({"degree": min(self.degrees)} if self.degrees else alike), **settings},
                 "loans": {"engines": self.borrowed // self.tp} if self.borrowed else None,
-                "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees}
-                if self.degrees
-                else None,
+                "allocation": {"budget": self.rollout_gpus} if self.degrees else None,
                 "trainer": {"ranks": self.trainer_gpus, "colocated": self.colocated},
                 "ablation": {"policies": self.policies, "without": self.without},
                 "eval": {"final_episodes": 0},

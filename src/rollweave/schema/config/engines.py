@@ -52,7 +52,7 @@ class EngineConfig(Section):
     degree: PositiveInt = Field(
         1,
         description="Parallel degree of one engine: CPU threads, a server's tensor parallelism, "
-        "or GPUs in a simulation.",
+        "or GPUs in a simulation. With [allocation], the least degree.",
     )
     python: str = Field(
         SERVER_PYTHON, description="Interpreter that has vLLM or SGLang, on the engine's host."
@@ -122,27 +122,21 @@ class LoansConfig(Section):
     )
 
 
+GPUS_OF_A_HOST = 8
+"""Largest degree from which [allocation] chooses, unless it needs a larger one: the
+GPUs that a host usually has.
+"""
+
+
 class AllocationConfig(Section):
     """Engines of several degrees, as many of each as `core/mechanisms/placement`
     finds best for the lengths seen (Heddle §6).
     """
 
-    budget: PositiveInt = Field(description="Sum of all engines' degrees.")
-    degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] = Field(
-        (1, 2, 4, 8), description="Degrees to choose from; unless set, those within the budget."
+    budget: PositiveInt = Field(
+        description="Sum of all engines' degrees. Each is engines.degree or its double, and so on "
+        "up to 8, within the budget."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _within_budget(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "degrees" not in data and isinstance(data.get("budget"), int):
-            return {
-                **data,
-                "degrees": tuple(
-                    degree for degree in (1, 2, 4, 8) if degree <= max(2, data["budget"])
-                ),
-            }
-        return data
 
 
 ENDPOINT = r"(\[[0-9a-fA-F:.]+\]|[^\[\]:@/?#\s]+):[0-9]{1,5}"

@@ -352,6 +352,7 @@ def _without_none(value: Any) -> Any:
 
 FORMER = {
     "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
+    "allocation.degrees": "engines.degree, the least of the degrees, which are its doubles",
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
     "buffer.max_age": "rollout.alpha",
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",

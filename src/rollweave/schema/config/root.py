@@ -183,18 +183,12 @@ class RunConfig(Sections):
                 yield FieldError(f"engines.{name}", rule, values)
 
     def _of_allocation(self, allocation: AllocationConfig) -> Iterator[FieldError]:
-        degrees, field = allocation.degrees, "allocation.degrees"
-        if max(degrees) > allocation.budget:
-            rule = f"be at most the budget ({allocation.budget})"
-            yield FieldError(field, rule, max(degrees))
-        if len(set(degrees)) != len(degrees):
-            yield FieldError(field, "differ from each other", list(degrees))
-        if len(self.engines) > 1 or self.engines[0].model_fields_set & {"count", "degree"}:
-            rule = "be one group without count and degree where [allocation] decides them"
-            given = [
-                {name: getattr(group, name) for name in ("count", "degree")}
-                for group in self.engines
-            ]
+        if max(self.degrees) > allocation.budget:
+            rule = f"be at least twice engines.degree ({self.engines[0].degree})"
+            yield FieldError("allocation.budget", rule, allocation.budget)
+        if len(self.engines) > 1 or "count" in self.engines[0].model_fields_set:
+            rule = "be one group without count where [allocation] decides it"
+            given = [{"count": group.count} for group in self.engines]
             yield FieldError("engines", rule, given)
 
     def _on_gpus(self, groups: Iterable[int]) -> Iterator[FieldError]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from rollweave.schema.config.engines import (
+    GPUS_OF_A_HOST,
     AllocationConfig,
     ClusterConfig,
     EngineConfig,
@@ -89,7 +90,7 @@ class Sections(Section):
 
     @field_serializer("engines")
     def _as_given(self, engines: tuple[EngineConfig, ...]) -> Any:
-        decided = {"count", "degree"} if self.allocation is not None else set()
+        decided = {"count"} if self.allocation is not None else set()
         groups = [group.model_dump(exclude=decided) for group in engines]
         return groups[0] if len(groups) == 1 else groups
 
@@ -187,6 +188,18 @@ class Sections(Section):
     def pools_of(self, pool: str | None) -> tuple[str, ...]:
         """Return a pool and its fallbacks; empty if `pool` is None, for any host."""
         return () if pool is None else (pool, *self.pools[pool].fallback)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees from which [allocation] chooses, in ascending order: that of the
+        engines, its double, and so on up to the GPUs of a host; empty without
+        [allocation]. The first two are there whatever the budget is.
+        """
+        if self.allocation is None:
+            return ()
+        least = self.engines[0].degree
+        most = max(2 * least, min(GPUS_OF_A_HOST, self.allocation.budget))
+        return tuple(least << doublings for doublings in range((most // least).bit_length()))
 
     @property
     def placement(self) -> str:

@@ -37,9 +37,11 @@ def grouped(*counts: int) -> RunConfig:
     return config("bounded").model_copy(update={"engines": groups})
 
 
-def planned(budget: int, degrees: list[int]) -> RunConfig:
-    sections: dict[str, Any] = {"allocation": {"budget": budget, "degrees": degrees}}
-    return config("bounded", rollout={"scheduling": "trajectory"}, **sections)
+def planned(budget: int, least: int = 1) -> RunConfig:
+    sections: dict[str, Any] = {"allocation": {"budget": budget}}
+    made = config("bounded", rollout={"scheduling": "trajectory"}, **sections)
+    groups = tuple(group.model_copy(update={"degree": least}) for group in made.engines)
+    return made.model_copy(update={"engines": groups})
 
 
 def described(slots: tuple[EngineSlot, ...]) -> list[tuple[str, int, int]]:
@@ -55,8 +57,7 @@ def test_the_first_engines_are_numbered_through_the_groups() -> None:
     [(7, [4, 2, 1]), (8, [4, 2, 1, 1]), (5, [2, 1, 1, 1]), (3, [2, 1]), (2, [1, 1])],
 )
 def test_a_planned_fleet_begins_with_one_of_each_degree(budget: int, expected: list[int]) -> None:
-    degrees = [degree for degree in (1, 2, 4) if degree <= budget]
-    assert [slot.degree for slot in first_engines(planned(budget, degrees))] == expected
+    assert [slot.degree for slot in first_engines(planned(budget))] == expected
 
 
 def test_a_world_begins_without_those_that_left_and_with_those_that_joined() -> None:
@@ -90,14 +91,14 @@ def test_an_engine_of_a_group_that_is_gone_joins_the_first() -> None:
 def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
     state = state_of(engine(4, degree=2), engine(5, degree=1, draining=True), next_number=7)
     state.membership.pending_degrees = [1, 2]
-    assert described(engines_to_start(planned(5, [1, 2]), state)) == [
+    assert described(engines_to_start(planned(5), state)) == [
         ("e4", 2, 0),
         ("e7", 1, 0),
         ("e8", 2, 0),
     ]
-    for run_config in (planned(4, [1, 2]), planned(8, [1, 4])):
+    for run_config in (planned(4), planned(8, least=4)):
         assert engines_to_start(run_config, state) == first_engines(run_config), "it fits no longer"
-    assert engines_to_start(planned(5, [1, 2]), State()) == first_engines(planned(5, [1, 2]))
+    assert engines_to_start(planned(5), State()) == first_engines(planned(5))
 
 
 def test_the_next_engine_has_a_number_that_none_had() -> None:
@@ -125,7 +126,7 @@ def test_who_may_not_join() -> None:
     assert "1 servers, each with an engine" in members.why_not_join(attached, taken, slot)
     assert members.why_not_join(attached, state_of(next_number=3), slot) == ""
     slot = EngineSlot(id=EngineId("e9"))
-    assert "[allocation] decides" in members.why_not_join(planned(5, [1, 2]), State(), slot)
+    assert "[allocation] decides" in members.why_not_join(planned(5), State(), slot)
 
 
 def test_who_may_not_leave() -> None:
@@ -142,7 +143,7 @@ def test_who_may_not_leave() -> None:
     assert refusal(engine(1, version=0)) == ""
     assert refusal(engine(1), version=-1) == ""
     own = engine(0)
-    assert "[allocation] decides" in members.why_not_leave(planned(5, [1, 2]), State(), own)
+    assert "[allocation] decides" in members.why_not_leave(planned(5), State(), own)
 
 
 def test_a_world_without_an_engine_that_was_leaving_counts_its_departure() -> None:

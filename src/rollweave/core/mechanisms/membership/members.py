@@ -5,7 +5,7 @@ former engine is not attributed to another engine.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine, one_machine
 from rollweave.core.state import Engine, Phase, State
@@ -22,7 +22,9 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
     is measured before the first plan.
     """
     if config.allocation is not None:
-        engines = [(degree, 0) for degree in _initial_degrees(config.allocation)]
+        engines = [
+            (degree, 0) for degree in _initial_degrees(config.allocation.budget, config.degrees)
+        ]
     else:
         engines = [
             (group.degree, place)
@@ -76,7 +78,7 @@ def _planned(
     new = enumerate(state.membership.pending_degrees, start=state.membership.next_number)
     slots = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
     degrees = [slot.degree for slot in slots]
-    if not slots or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
+    if not slots or sum(degrees) > allocation.budget or not set(degrees) <= set(config.degrees):
         return first_engines(config)
     return slots
 
@@ -85,13 +87,13 @@ def _on_one_machine(config: RunConfig, slots: Iterable[EngineSlot]) -> tuple[Eng
     return bind_all(config, slots, one_machine(config.weights.relays, config.pools))[0]
 
 
-def _initial_degrees(allocation: AllocationConfig) -> list[int]:
-    left, degrees = allocation.budget, []
-    for degree in sorted(allocation.degrees):
+def _initial_degrees(budget: int, ascending: Sequence[int]) -> list[int]:
+    left, degrees = budget, []
+    for degree in ascending:
         if degree <= left:
             degrees.append(degree)
             left -= degree
-    smallest = min(allocation.degrees)
+    smallest = ascending[0]
     return sorted([*degrees, *[smallest] * (left // smallest)], reverse=True)
 
 

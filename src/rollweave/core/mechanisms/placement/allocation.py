@@ -45,10 +45,12 @@ def plan(run: Run) -> None:
     allocation.planned_at = state.trainer.step
     hardware = prevailing_hardware(run)
     known = run.part(Costs).measured.get(hardware, {})
-    measured = [degree for degree in config.degrees if degree in known]
+    measured = [degree for degree in run.config.degrees if degree in known]
     if _waits_for_costs(run, hardware):
         return
-    absent = [degree for degree in config.degrees if degree not in (*known, *allocation.awaited)]
+    absent = [
+        degree for degree in run.config.degrees if degree not in (*known, *allocation.awaited)
+    ]
     if absent and not state.counters.watchdog.get("degree_unmeasured"):
         missing = ", ".join(map(str, absent))
         why = (
