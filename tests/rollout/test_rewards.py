@@ -288,7 +288,7 @@ async def test_a_dry_run_asks_for_a_reward(server: FakeServer) -> None:
     assert await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0) == 2.0
     assert server.requests[0]["key"].startswith("dry-run-")
     lacking = reward_config(url=f"{server.url}/score", token_env="NO_SUCH_VARIABLE")
-    with pytest.raises(ConfigError, match="token_env must be set in the environment, got NO_S"):
+    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE must be set in the environment"):
         await asyncio.to_thread(check_reward, lacking, domain="d", limit_s=5.0)
     server.answer = lambda _: web.Response(text="<html>")
     with pytest.raises(EpisodeStopError, match=r"must be \{\"reward\": NUMBER\}, got '<html>'"):

@@ -318,8 +318,8 @@ async def checked(
 async def test_a_teacher_with_the_same_vocabulary(
     server: FakeServer, dialect: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TEACHER", "secret")
-    count = await checked(server, size, dialect=dialect, token_env="TEACHER")
+    monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", "secret")
+    count = await checked(server, size, dialect=dialect)
     assert min(size, PROBED_TOKENS) <= count <= PROBED_TOKENS + 1
     assert set(server.tokens) == {"Bearer secret"}
     assert all(len(json.dumps(body)) < 2000 for body in server.requests)
@@ -338,9 +338,3 @@ async def test_a_teacher_with_another_vocabulary_is_refused(
     server.spoil = lambda _: web.Response(status=400, text="token id 999 is out of vocabulary")
     with pytest.raises(ConfigError, match=r"status 400 .*: token id 999 is out of vocabulary"):
         await checked(server, dialect=dialect)
-
-
-async def test_a_missing_variable_is_named(server: FakeServer) -> None:
-    with pytest.raises(ConfigError, match="token_env must be set in the environment, got NOWHERE"):
-        await checked(server, token_env="NOWHERE")
-    assert not server.requests

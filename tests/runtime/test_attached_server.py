@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import free_port
+from rollweave.engine.servers.attached import ENGINE_TOKEN
 from rollweave.runtime.preflight.dryrun import plan
 from rollweave.schema.config.training import ScratchModel
 from rollweave.train.scratch import build_checkpoint
@@ -28,7 +29,7 @@ STEPS = 20
 def test_a_server_may_end_and_return_in_mid_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SESAME", SECRET)
+    monkeypatch.setenv(ENGINE_TOKEN, SECRET)
     words = plan(lake(tmp_path), deep=False).declared.words
     model, port = tmp_path / "model", free_port()
     build_checkpoint(
@@ -38,7 +39,7 @@ def test_a_server_may_end_and_return_in_mid_run(
         tmp_path,
         run={"steps": STEPS},
         model={"scratch": None, "path": str(model)},
-        engines={"kind": kind, "address": f"http://127.0.0.1:{port}", "token_env": "SESAME"},
+        engines={"kind": kind, "address": f"http://127.0.0.1:{port}"},
         eval={"every": 0},
     )
 

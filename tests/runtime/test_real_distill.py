@@ -65,7 +65,7 @@ def taught(directory: Path, url: str, **sections: Any) -> RunConfig:
     return lake(
         directory,
         algorithm={"advantage": "distill"},
-        teacher={"url": url, "token_env": "TEACHER_TOKEN"},
+        teacher={"url": url},
         trainer={"lr": 1e-2},
         **sections,
     )
@@ -79,7 +79,7 @@ def test_a_student_learns_from_a_teacher(
 
     model, token = checkpoint(tmp_path / "teacher"), tmp_path / "token"
     with served(model, token) as url:
-        monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
+        monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
         config = taught(tmp_path, url, run={"steps": 12}, workers={"count": workers})
         check_totals(config, run_to_end(config))
     kl = [line["trainer"]["kl_teacher"] for line in lines(config, "step")]
@@ -106,7 +106,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_run(
     words = [f"other{number}" for number in range(40)]
     model, token = checkpoint(tmp_path / "teacher", words), tmp_path / "token"
     with served(model, token) as url:
-        monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
+        monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
         with living(taught(tmp_path, url)) as life:
             assert life.end() == 2
             (error,) = life.errors
@@ -121,9 +121,9 @@ def test_a_teacher_that_is_lost_ends_attempts_and_then_the_run(
     model, token = checkpoint(tmp_path / "teacher"), tmp_path / "token"
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(served(model, token))
-        monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
+        monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
         config = taught(tmp_path, url, run={"steps": 1000}, rollout={"retries": 0})
-        teacher = {"url": url, "token_env": "TEACHER_TOKEN"}
+        teacher = {"url": url}
         monkeypatch.setattr("rollweave.rollout.teacher.TEACHER_S", 1.0)
         config = RunConfig.model_validate({**config.model_dump(), "teacher": teacher})
         with living(config) as life:

@@ -24,6 +24,9 @@ from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.work import TokenSequence
 
+TEACHER_TOKEN = "ROLLWEAVE_TEACHER_TOKEN"
+"""Environment variable with the bearer token of the teacher's server, if it has one."""
+
 TEACHER_S = 120.0
 """Maximum seconds for the log-probs of one trajectory, with all retries."""
 
@@ -94,7 +97,6 @@ class Teacher:
         start_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> None:
-        variable = config.token_env
         self._config, self._model = config, config.model
         self._sglang: bool | None = None
         """True if the server is SGLang; None while that is not known."""
@@ -102,7 +104,7 @@ class Teacher:
             "teacher",
             config.url,
             answer="log-probs",
-            token=os.environ.get(variable, "") if variable is not None else "",
+            token=os.environ.get(TEACHER_TOKEN, ""),
             timeout_s=TEACHER_S if timeout_s is None else timeout_s,
             start_s=start_s,
             clock=clock,
@@ -267,8 +269,6 @@ def check_teacher(config: TeacherConfig, tokenizer: Tokenizer, *, limit_s: float
 
     Raises ConfigError, whose text is the broken rule.
     """
-    if config.token_env is not None and not os.environ.get(config.token_env):
-        raise ConfigError(f"token_env must be set in the environment, got {config.token_env}")
 
     async def ask() -> int:
         teacher = Teacher(config, clock=time.monotonic, timeout_s=min(limit_s, TEACHER_S))

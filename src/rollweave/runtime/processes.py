@@ -11,7 +11,7 @@ from typing import Any
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
-from rollweave.engine.servers.attached import holder_name, server_token
+from rollweave.engine.servers.attached import ENGINE_TOKEN, holder_name, server_token
 from rollweave.io.child import Spawn
 from rollweave.record.rundir import RunDir, run_id
 from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
@@ -257,10 +257,9 @@ def _server_spec(
         return None
     attached: dict[str, Any] = {}
     if group.address:
-        assert group.token_env is not None, "the configuration has one with an address"
         attached = {
             "addresses": group.address,
-            "token": server_token(group.token_env),
+            "token": server_token(ENGINE_TOKEN),
             "holder": holder_name(run.path),
             "context": config.max_tokens,
         }

@@ -303,7 +303,6 @@ class Splits:
         }
         engine = {
             "address": (),
-            "token_env": None,
             "kv_tokens": kv_tokens if base.max_tokens <= kv_tokens else 1 << 30,
         }
         update = {

@@ -269,7 +269,7 @@ def test_each_rule_names_what_is_found(
 def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SESAME", "open\n")
     assert server_token("SESAME") == "open"
-    with pytest.raises(ConfigError, match="token_env must be set in the environment, got UNSET"):
+    with pytest.raises(ConfigError, match="UNSET_SESAME must be set in the environment"):
         server_token("UNSET_SESAME")
 
 

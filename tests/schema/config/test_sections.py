@@ -40,7 +40,6 @@ ATTACHED = """
 [[engines]]
 kind = "vllm"
 address = ["http://10.0.0.7:8000", "http://10.0.0.8:8000"]
-token_env = "VLLM_TOKEN"
 """
 
 HOSTS = """

@@ -338,11 +338,15 @@ async def _call(
     )
 
 
+ENGINE_TOKEN = "ROLLWEAVE_ENGINE_TOKEN"
+"""Environment variable with the token of the servers that a run does not start."""
+
+
 def server_token(variable: str) -> str:
     """Return the token that the environment holds. Raises FieldError."""
     token = os.environ.get(variable, "").strip()
     if not token or not (token.isascii() and token.isprintable()):
-        raise FieldError("token_env", "be set in the environment", variable)
+        raise FieldError(variable, "be set in the environment, to printable ASCII")
     return token
 
 

@@ -372,7 +372,6 @@ WITHOUT_EFFECT = (
     ),
     Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
     # Kinds of engines, devices and sandboxes.
-    Conflict("engines.token_env", _without("engines.address")),
     Conflict(
         "ablation.without=cuda_graphs trainer.save_memory=optimizer",
         _beside("model.device", "cpu"),

@@ -63,10 +63,8 @@ class EngineConfig(Section):
     address: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
         (),
         description="Address of a server that already runs, http://HOST:PORT, as the host of "
-        "the engine reaches it, or a list of them, one for each engine.",
-    )
-    token_env: Variable | None = Field(
-        None, description="Environment variable that holds the token of the servers at address."
+        "the engine reaches it, or a list of them, one for each engine. The servers have the token "
+        "that the environment holds as ROLLWEAVE_ENGINE_TOKEN.",
     )
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."

@@ -358,6 +358,7 @@ FORMER = {
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",
     "cluster.ray": "cluster.launcher, as ray:HOST:PORT",
     "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
+    "engines.token_env": "leave it out: the token of all servers is in ROLLWEAVE_ENGINE_TOKEN",
     "faults": "leave it out: an environment of your own may fail, or wait as "
     "rollweave.envs.frozenlake:SlowLake does",
     "rewards.judge.scale": "leave it out: a grade is from 0 to 1, which rewards.weight multiplies",
@@ -382,6 +383,7 @@ FORMER = {
     "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
     "teacher.dialect": "leave it out: the run asks the server whether it is SGLang",
     "teacher.timeout_s": "leave it out: an answer of the teacher may take 120 s, with all retries",
+    "teacher.token_env": "leave it out: the token is in ROLLWEAVE_TEACHER_TOKEN, if there is one",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",
     "weights.dtype": "model.dtype",
     "workers.idle_s": "leave it out: a worker is kept for 60 s, or as long as a start takes",

@@ -164,8 +164,6 @@ class RunConfig(Sections):
             if (times := addresses.count(address)) > 1:
                 rule = "name each server once in all [[engines]]"
                 yield FieldError(f"{field}.address", rule, f"{address} {times} times")
-        if group.token_env is None:
-            yield FieldError(f"{field}.token_env", "be given with address", "none")
 
     def _of_phases(self) -> Iterator[FieldError]:
         """Check that prompts can be computed on one engine for another."""

@@ -19,7 +19,6 @@ from rollweave.schema.config.values import (
     PositiveInt,
     Section,
     Share,
-    Variable,
     listed,
 )
 from rollweave.schema.errors import FieldError
@@ -295,13 +294,10 @@ class TeacherConfig(Section):
 
     url: str = Field(
         description="Address of its server, http://HOST:PORT, which every rollout worker reaches: "
-        "one with prompt_logprobs at /v1/completions (vLLM, `rollweave engine`), or SGLang."
+        "one with prompt_logprobs at /v1/completions (vLLM, `rollweave engine`), or SGLang. Its "
+        "bearer token, if it has one, is in the environment, as ROLLWEAVE_TEACHER_TOKEN."
     )
     model: str = Field("", description="Its name at the server; the server's only model if empty.")
-    token_env: Variable | None = Field(
-        None,
-        description="Environment variable that holds the server's bearer token, if it has one.",
-    )
 
     @field_validator("url")
     @classmethod
