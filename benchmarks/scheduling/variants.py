@@ -8,14 +8,14 @@ from rollweave.schema.config.root import RunConfig
 
 OURS = "trajectory"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "fcfs": {"ablation": {"policies": ["fcfs", "affinity"]}},
-    "round_robin": {"ablation": {"policies": ["round_robin", "affinity"]}},
-    "shortest_first": {"ablation": {"policies": ["shortest_first", "affinity"]}},
-    "longest_first": {"ablation": {"policies": ["longest_first", "affinity"]}},
-    "least_load": {"ablation": {"policies": ["longest_first", "least_load"]}},
-    "pinned": {"ablation": {"policies": ["longest_first", "pinned"]}},
-    "paper": {"ablation": {"policies": ["longest_first", "presorted", "rank"]}},
-    "rank": {"scheduling": "trajectory", "ablation": {"policies": ["rank"]}},
+    "fcfs": {"ablation": {"changes": ["fcfs", "affinity"]}},
+    "round_robin": {"ablation": {"changes": ["round_robin", "affinity"]}},
+    "shortest_first": {"ablation": {"changes": ["shortest_first", "affinity"]}},
+    "longest_first": {"ablation": {"changes": ["longest_first", "affinity"]}},
+    "least_load": {"ablation": {"changes": ["longest_first", "least_load"]}},
+    "pinned": {"ablation": {"changes": ["longest_first", "pinned"]}},
+    "paper": {"ablation": {"changes": ["longest_first", "presorted", "rank"]}},
+    "rank": {"scheduling": "trajectory", "ablation": {"changes": ["rank"]}},
     OURS: {"scheduling": "trajectory"},
 }
 """Scheduling variants: four priorities on one placement; then, all by longest_first:

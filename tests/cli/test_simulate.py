@@ -97,7 +97,7 @@ def test_names_settings_without_effect(tmp_path: Path) -> None:
         ("tasks.0.time_s=5", "tasks.0.time_s"),
         ("tasks.0.isolation=process", "tasks.0.isolation"),
         ("engines.deterministic=true", "engines.deterministic"),
-        ("ablation.without=['cuda_graphs']", "ablation.without"),
+        ("ablation.changes=['no_cuda_graphs']", "ablation.changes"),
         ("warmup.steps=3", "warmup.steps"),
         ("sandbox.warm=3", "sandbox.warm"),
         ("rollout.group_size=6", ""),

@@ -315,7 +315,7 @@ def test_two_runs_share_two_hosts_of_which_one_is_lost(lakes: Lakes[HostsByHand]
     "sections",
     [
         {"rollout": {"mode": "decoupled"}},
-        {"rollout": {"scheduling": "trajectory"}, "ablation": {"policies": ["rank"]}},
+        {"rollout": {"scheduling": "trajectory"}, "ablation": {"changes": ["rank"]}},
     ],
     ids=["decoupled", "trajectory"],
 )

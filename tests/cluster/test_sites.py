@@ -70,7 +70,7 @@ def test_a_version_crosses_to_another_site_once(hosts: HostsByHand, tmp_path: Pa
         "engines={pool='far', count=2, max_slots=16}",
         "run.steps=1000000",
         "pools.far.site=elsewhere",
-        'ablation.without=["deltas"]',
+        'ablation.changes=["no_deltas"]',
         f'run.dir="{tmp_path / "runs"}"',
         "run.name=sites",
     )

@@ -670,7 +670,7 @@ def test_the_target_ends_training_early() -> None:
 
 
 def test_batch_level_stepping_waits_for_the_slowest() -> None:
-    world = World(config(ablation={"without": ["free_stepping"]}), seed=29)
+    world = World(config(ablation={"changes": ["no_free_stepping"]}), seed=29)
     world.start()
     while world.finish is None:
         world.step()

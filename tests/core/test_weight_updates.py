@@ -181,7 +181,7 @@ def test_an_engine_that_stages_nothing_is_suspended_for_the_whole_load(why: str)
     if why == "cannot":
         engine.abilities.stages = False
     elif why == "ablation":
-        ablation = run.config.ablation.model_copy(update={"without": ("staging",)})
+        ablation = run.config.ablation.model_copy(update={"changes": ("no_staging",)})
         run.config = run.config.model_copy(update={"ablation": ablation})
     elif why == "failed before":
         engine.staging.unstaged_id = 20

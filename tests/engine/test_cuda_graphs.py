@@ -229,7 +229,7 @@ def test_measured_step_times_record_the_steps_that_follow(gpu: Gpu, path: str) -
     [
         ({"rollout": {"mode": "bounded"}}, True),
         ({"rollout": {"mode": "sync"}, "trainer": {"colocated": True}}, True),
-        ({"ablation": {"without": ["cuda_graphs"]}}, False),
+        ({"ablation": {"changes": ["no_cuda_graphs"]}}, False),
     ],
     ids=["staged", "colocated", "without"],
 )

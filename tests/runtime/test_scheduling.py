@@ -30,7 +30,7 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
         **{
             "run": {"steps": 4},
             "rollout": {"scheduling": "trajectory", "groups_per_step": 3, "max_running": 16},
-            "ablation": {"policies": ["rank"]},
+            "ablation": {"changes": ["rank"]},
             "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096},
             **sections,
         },

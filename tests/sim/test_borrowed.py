@@ -109,7 +109,7 @@ def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> Non
 def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[str, ...]) -> None:
     """Its own engine is lost, and then those that stood in for it are recalled."""
     metrics = SimMetrics()
-    world = World(config(policies=policies), observer=metrics, serving=lenders())
+    world = World(config(changes=policies), observer=metrics, serving=lenders())
     metrics.watch(world)
     world.each_event = world.core.check
     world.start()

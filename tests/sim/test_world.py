@@ -235,7 +235,7 @@ def test_engines_stop_for_the_swap_only(tmp_path: Path, mode: str) -> None:
     """A pull over Ethernet takes longer than one over PCIe from the host's memory."""
 
     def counted(*without: str) -> dict[str, float]:
-        ablation = {"without": list(without)}
+        ablation = {"changes": [f"no_{name}" for name in without]}
         return simulate(
             config(tmp_path, mode=mode, sim={"link": "ethernet"}, ablation=ablation)
         ).summary.weights

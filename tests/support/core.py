@@ -27,7 +27,7 @@ SCHEDULINGS: dict[str, dict[str, object]] = {
     "autellix": {"policies": ["shortest_first", "least_load"]},
     "preempting": {"policies": ["longest_first", "affinity"]},
 }
-"""Settings of [rollout], and `policies` and `without` of [ablation], for `config`."""
+"""Settings of [rollout], and policies among `ablation.changes`, for `config`."""
 
 
 ALLOCATION = {"budget": 5}
@@ -55,7 +55,9 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
         by_length = rollout.pop("scheduling", "turn") == "trajectory"
         rollout["policies"] = orders or (["longest_first"] if by_length else [])
         sections["allocation"] = None
-    ablation = {name: rollout.pop(name) for name in ("policies", "without") if name in rollout}
+    without = [f"no_{name}" for name in rollout.pop("without", ())]
+    more = sections.pop("ablation", {}).get("changes", ())
+    changes = [*rollout.pop("policies", ()), *without, *more]
     evaluation, engines = sections.pop("eval", {}), sections.pop("engines", {})
     episodes = {"episodes": 2} if evaluation.get("every") else {}  # without effect otherwise
     return RunConfig.model_validate(
@@ -64,7 +66,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
             "model": {"scratch": {}},
             "tasks": sections.pop("tasks", [{"env": "a", "weight": 2.0}, {"env": "b"}]),
             "rollout": rollout,
-            "ablation": {**ablation, **sections.pop("ablation", {})},
+            "ablation": {"changes": changes},
             "engines": [
                 {
                     **({"count": 2} if sections.get("allocation") is None else {}),

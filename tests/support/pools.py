@@ -33,7 +33,7 @@ def pooled(
     plain = config(
         mode,
         tasks=[{"env": "a"}, {"env": "b"}, {"env": "c"}],
-        ablation={"policies": placement.split()},
+        ablation={"changes": placement.split()},
         **sections,
     ).model_dump(exclude={"allocation"}, exclude_unset=True)
     for task, pool in zip(plain["tasks"], ("compute", "bandwidth", None), strict=True):
@@ -96,7 +96,7 @@ class PooledWorld(World):
             domain = self.core.state.groups[trajectory.group_id].name
             allowed = allowed_engines(self.config, self.core.state, domain, trajectory.pool)
             # A trajectory may keep an engine that once stood in for its pool's.
-            if not BINDING & {*self.config.ablation.policies}:
+            if not BINDING & {*self.config.ablation.changes}:
                 assert command.engine_id in allowed, f"{command} of {domain}, not on {allowed}"
             pool = {"a": "compute", "b": "bandwidth"}.get(domain)
             engine = self.core.state.engines[command.engine_id]
@@ -111,11 +111,11 @@ class PooledWorld(World):
         """
         super().feed(event)
         state = self.core.state
-        if BINDING & {*self.config.ablation.policies} or self.finish is not None:
+        if BINDING & {*self.config.ablation.changes} or self.finish is not None:
             return
         loads = self.core._run.fleet.loads
         free = {load.id for load in loads.values() if load.active < load.slots}
-        may_wait = "earliest" in self.config.ablation.policies and self.learns
+        may_wait = "earliest" in self.config.ablation.changes and self.learns
         for trajectory_id in state.turns.queue:
             trajectory = state.trajectories[trajectory_id]
             turn, others = trajectory.open_turn, free

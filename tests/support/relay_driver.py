@@ -18,7 +18,7 @@ class Driver:
             "partial",
             engines={"count": relays},
             weights={"relays": relays},
-            ablation={"without": [] if delta else ["deltas"]},
+            ablation={"changes": [] if delta else ["no_deltas"]},
             watchdog={"restarts": restarts},
             model={"path": "m", "device": self.device},
         )

@@ -100,7 +100,7 @@ def test_a_run_that_schedules_trajectories_keeps_the_contract(
             tmp_path,
             "bounded",
             rollout=rollout,
-            ablation={"policies": [migration]},
+            ablation={"changes": [migration]},
             engines={"count": 2, "max_slots": 2},
         )
     )

@@ -34,7 +34,7 @@ models and three tasks (0.10 to 0.28).
 
 
 class SimPredictor:
-    """A predictor, by its name in `ablation.policies`.
+    """A predictor, by its name in `ablation.changes`.
 
     Raises ConfigError for `lm`, which needs text.
     """
@@ -42,7 +42,7 @@ class SimPredictor:
     def __init__(self, *, clock: Clock, post: Callable[[e.Event], None], name: str) -> None:
         if name == "lm":
             raise ConfigError(
-                "ablation.policies must not have lm in a simulation, which has no "
+                "ablation.changes must not have lm in a simulation, which has no "
                 "text to read, got lm"
             )
         self._clock, self._post = clock, post

@@ -175,7 +175,7 @@ def ignored(config: RunConfig) -> list[str]:
             f"{name}.{field}"
             for field in _changed(section, fields or tuple(type(section).model_fields))
         ]
-    names += ["ablation.without"] if "cuda_graphs" in config.ablation.without else []
+    names += ["ablation.changes"] if "cuda_graphs" in config.ablation.without else []
     if config.workers.elastic:  # otherwise they start beside the engines
         names = [name for name in names if not name.startswith("workers.")]
     names += ["lora"] if config.lora is not None else []

@@ -150,7 +150,7 @@ def scenario(seed: int) -> RunConfig:
     relays, whole = _weights(seed, most=data["engines"].get("count", 2))
     data["weights"] = {"relays": relays}
     if whole and relays:
-        data["ablation"]["without"] = ["deltas"]
+        data["ablation"]["changes"].append("no_deltas")
     if not relays and "allocation" not in data:
         _divide(data, random.Random(f"pools/{seed}"))
     if data["rollout"]["mode"] == "sync" and "allocation" not in data:
@@ -160,8 +160,8 @@ def scenario(seed: int) -> RunConfig:
         and data["rollout"]["scheduling"] == "turn"
         and random.Random(f"earliest/{seed}").random() < 0.3
     ):
-        policies = data.setdefault("ablation", {}).get("policies", [])
-        data["ablation"]["policies"] = [*policies, "earliest"]
+        policies = data.setdefault("ablation", {}).get("changes", [])
+        data["ablation"]["changes"] = [*policies, "earliest"]
     if "allocation" not in data:
         _split(data, random.Random(f"phases/{seed}"))
         _lend(data, random.Random(f"lending/{seed}"))
@@ -234,8 +234,8 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
     others.
     """
     data["rollout"].pop("spare_groups")
-    policies = data["ablation"]["policies"]
-    data["ablation"]["policies"] = [one for one in policies if one in PRIORITIES]
+    policies = data["ablation"]["changes"]
+    data["ablation"]["changes"] = [one for one in policies if one in PRIORITIES]
     if data.pop("allocation", None) is not None:
         data["engines"]["count"] = draw.randint(1, 4)
     data["rollout"] |= {
@@ -259,7 +259,7 @@ def _divide(data: dict[str, Any], draw: random.Random) -> None:
         "bandwidth": {"resource": "H20", "fallback": draw.choice([[], ["compute"]])},
     }
     data["engines"] = [{**data["engines"], "pool": pool} for pool in data["pools"]]
-    rollout, policies = data["rollout"], data["ablation"]["policies"]
+    rollout, policies = data["rollout"], data["ablation"]["changes"]
     placement = next(
         (one for one in policies if one in PLACEMENTS),
         POLICIES[rollout.get("scheduling", "turn")][1],
@@ -277,14 +277,14 @@ def _scheduling(seed: int) -> dict[str, Any]:
     """
     draw = random.Random(f"scheduling/{seed}")
     if draw.random() < 0.5:
-        return {"ablation": {"policies": []}}
+        return {"ablation": {"changes": []}}
     priority = draw.choice([None, "fcfs", "round_robin", "shortest_first"])
     placement = draw.choice([None, None, "presorted", "pinned", "affinity", "least_load", "hybrid"])
     migration = None
     if placement in (None, "presorted"):
         migration = draw.choice([None, "rank", "never"])
     chosen = [one for one in (priority, placement, migration) if one is not None]
-    data: dict[str, Any] = {"scheduling": "trajectory", "ablation": {"policies": chosen}}
+    data: dict[str, Any] = {"scheduling": "trajectory", "ablation": {"changes": chosen}}
     if draw.random() < 0.3:
         data["allocation"] = {"budget": draw.randint(2, 6)}
     return data

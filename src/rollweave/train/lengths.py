@@ -1,4 +1,4 @@
-"""Regressors of remaining lengths, by their names in `ablation.policies`.
+"""Regressors of remaining lengths, by their names in `ablation.changes`.
 
 Their module needs scikit-learn, and is imported when a regressor is built.
 """
@@ -34,7 +34,7 @@ def build_regressor(name: str, *, checkpoint: str | None = None) -> Regressor:
     if name == "lm":
         if checkpoint is None:
             raise ConfigError(
-                "ablation.policies must not have lm without a checkpoint of a "
+                "ablation.changes must not have lm without a checkpoint of a "
                 "language model, got none"
             )
         from rollweave.train.regressors import SmallLm

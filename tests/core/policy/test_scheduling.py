@@ -89,9 +89,7 @@ def test_settings_override_presets() -> None:
     )
     assert overridden.predicts
     assert overridden.preempts
-    pinned = scheduling(
-        RolloutConfig(scheduling="trajectory"), AblationConfig(policies=("pinned",))
-    )
+    pinned = scheduling(RolloutConfig(scheduling="trajectory"), AblationConfig(changes=("pinned",)))
     assert pinned.migration == "never"
     assert pinned.assigns
     assert not pinned.by_rank

@@ -137,7 +137,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "loans": {"engines": self.borrowed // self.tp} if self.borrowed else None,
                 "allocation": {"budget": self.rollout_gpus} if self.degrees else None,
                 "trainer": {"ranks": self.trainer_gpus, "colocated": self.colocated},
-                "ablation": {"policies": self.policies, "without": self.without},
+                "ablation": {"changes": (*self.policies, *(f"no_{name}" for name in self.without))},
                 "eval": {"final_episodes": 0},
                 "watchdog": {"turn_s": FOREVER_S, "train_s": FOREVER_S},
             }

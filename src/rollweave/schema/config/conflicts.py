@@ -94,7 +94,7 @@ class Conflict(NamedTuple):
     """Settings that must be left out, or have no effect, where a clause applies.
 
     `settings` are keys with spaces between them. A key with a value
-    (`ablation.without=repack`) stands for this value alone.
+    (`ablation.changes=no_repack`) stands for this value alone.
     """
 
     settings: str
@@ -207,8 +207,8 @@ CONFLICTS = (
     # Modes, and where rollouts run.
     Conflict(
         "tasks.pool rollout.affinity allocation loans "
-        + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
-        + " ablation.without=free_stepping ablation.without=reward_overlap",
+        + " ".join(f"ablation.changes={name}" for name in _OF_ENGINES)
+        + " ablation.changes=no_free_stepping ablation.changes=no_reward_overlap",
         _beside(
             "rollout.mode",
             "decoupled",
@@ -237,7 +237,7 @@ CONFLICTS = (
         "trainer.colocated",
         _unless("rollout.mode", "sync", why="the only one that does not train while it rolls out"),
     ),
-    Conflict("loans allocation ablation.without=staging", _beside("trainer.colocated")),
+    Conflict("loans allocation ablation.changes=no_staging", _beside("trainer.colocated")),
     Conflict(
         "loans trainer.colocated",
         _beside("engines.kind", *SERVERS, why="whose servers keep their memory"),
@@ -276,7 +276,7 @@ CONFLICTS = (
     Conflict(
         "algorithm.routing_replay engines.phase",
         Clause(
-            "without the prefix cache (ablation.without)",
+            "without the prefix cache (ablation.changes)",
             lambda place: "prefix_cache" in place.config.ablation.without,
             why="which keeps the KV to move and the chosen experts",
         ),
@@ -325,22 +325,22 @@ CONFLICTS = (
 WITHOUT_EFFECT = (
     # Modes, and where rollouts run.
     Conflict(
-        f"{_all('buffer', BufferConfig)} ablation.without=repack",
+        f"{_all('buffer', BufferConfig)} ablation.changes=no_repack",
         _unless("rollout.mode", "decoupled"),
     ),
-    Conflict("ablation.without=early_updates", _unless("rollout.mode", "bounded")),
+    Conflict("ablation.changes=no_early_updates", _unless("rollout.mode", "bounded")),
     Conflict(
-        " ".join(f"ablation.policies={name}" for name in PREDICTORS),
+        " ".join(f"ablation.changes={name}" for name in PREDICTORS),
         Clause("where no policy predicts lengths", lambda place: not _predicts(place.config)),
     ),
     Conflict(
-        "ablation.policies=rank ablation.policies=gain",
+        "ablation.changes=rank ablation.changes=gain",
         Clause(
             f"unless the placement is {_or(PARTITIONS)}",
             lambda place: place.config.placement not in PARTITIONS,
         ),
     ),
-    Conflict("weights.transport ablation.without=deltas", _without("weights.relays", "cluster")),
+    Conflict("weights.transport ablation.changes=no_deltas", _without("weights.relays", "cluster")),
     Conflict("pools.site", _without("cluster")),
     Conflict("workers.pool", _without("workers.count")),
     # Algorithms, task domains, rewards and evaluations.
@@ -373,11 +373,11 @@ WITHOUT_EFFECT = (
     Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
     # Kinds of engines, devices and sandboxes.
     Conflict(
-        "ablation.without=cuda_graphs trainer.save_memory=optimizer",
+        "ablation.changes=no_cuda_graphs trainer.save_memory=optimizer",
         _beside("model.device", "cpu"),
     ),
     Conflict(
-        "ablation.without=cuda_graphs",
+        "ablation.changes=no_cuda_graphs",
         Clause(
             "where all engines are servers or deterministic",
             lambda place: all(

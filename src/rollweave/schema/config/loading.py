@@ -351,7 +351,9 @@ def _without_none(value: Any) -> Any:
 
 
 FORMER = {
+    "ablation.policies": "ablation.changes",
     "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
+    "ablation.without": "ablation.changes, with no_ before each name",
     "allocation.degrees": "engines.degree, the least of the degrees, which are its doubles",
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
     "buffer.max_age": "rollout.alpha",
@@ -365,7 +367,7 @@ FORMER = {
     "rewards.judge.url": "rewards.url",
     "rollout.engine_batch": "rollout.max_running, of which each engine has its share, or "
     "engines.max_slots, of which it has twice as many",
-    "rollout.predictor": "ablation.policies, as one of the list",
+    "rollout.predictor": "ablation.changes, as one of the list",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
     "sandbox.cache_gb": "leave it out: images have half of the file system of the cache",
     "serve": "`rollweave serve --registered` and `--engine-host HOST`",

@@ -144,7 +144,7 @@ POLICIES = {
 }
 """Priority, placement and migration of each preset."""
 
-Mechanism = Literal[
+MECHANISMS = (
     "free_stepping",
     "reward_overlap",
     "early_updates",
@@ -153,7 +153,11 @@ Mechanism = Literal[
     "staging",
     "prefix_cache",
     "cuda_graphs",
-]
+)
+"""Mechanisms of a run that can be left out."""
+
+NO = "no_"
+"""Prefix of the name of a mechanism in `ablation.changes`."""
 
 
 class AblationConfig(Section):
@@ -161,7 +165,7 @@ class AblationConfig(Section):
     run for its own sake leaves them out.
     """
 
-    policies: tuple[str, ...] = Field(
+    changes: tuple[str, ...] = Field(
         (),
         description="Policies in place of those of rollout.scheduling, at most one of each kind. "
         "The order in which turns run: fcfs, round_robin, shortest_first, longest_first. "
@@ -171,31 +175,34 @@ class AblationConfig(Section):
         "Heddle's eq. 2. When a trajectory moves to the engine of its new rank: never, "
         "rank (whenever that engine differs), gain (if the predicted gain exceeds the "
         "exposed cost). The predictor of lengths: ridge, unless another one is given; boosted, lm, "
-        "and the baselines prompt and history.",
-    )
-    without: tuple[Mechanism, ...] = Field(
-        (),
-        description="Mechanisms to do without: free_stepping (all environments wait for the "
-        "slowest one before each turn), reward_overlap (rewards wait until the whole "
-        "batch is rolled out), early_updates (mode bounded: engines take new weights when the "
-        "next batch is complete, as in RollArt §6.2), repack (mode decoupled: the tail of an "
-        "engine's batch stays), deltas (relays send whole weights), staging (engines stop while "
-        "they receive new weights), prefix_cache (an engine forgets finished turns), "
-        "cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
+        "and the baselines prompt and history. And mechanisms to do without: "
+        "no_free_stepping (all environments wait for the "
+        "slowest one before each turn), no_reward_overlap (rewards wait until the whole "
+        "batch is rolled out), no_early_updates (mode bounded: engines take new weights when the "
+        "next batch is complete, as in RollArt §6.2), no_repack (mode decoupled: the tail of an "
+        "engine's batch stays), no_deltas (relays send whole weights), no_staging (engines stop "
+        "while they receive new weights), no_prefix_cache (an engine forgets finished turns), "
+        "no_cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
     )
 
     @model_validator(mode="after")
     def _one_of_each_kind(self) -> Self:
-        known = (*PRIORITIES, *PLACEMENTS, *MIGRATIONS, *PREDICTORS)
-        for name in self.policies:
+        policies = (*PRIORITIES, *PLACEMENTS, *MIGRATIONS, *PREDICTORS)
+        known = [*policies, *(f"{NO}{name}" for name in MECHANISMS)]
+        for name in self.changes:
             if name not in known:
-                raise FieldError("policies", f"be among {', '.join(known)}", repr(name))
+                raise FieldError("changes", f"be among {', '.join(known)}", repr(name))
         for kind in (PRIORITIES, PLACEMENTS, MIGRATIONS, PREDICTORS):
-            chosen = [name for name in self.policies if name in kind]
+            chosen = [name for name in self.changes if name in kind]
             if len(chosen) > 1:
                 rule = f"have at most one of {', '.join(kind)}"
-                raise FieldError("policies", rule, " and ".join(chosen))
+                raise FieldError("changes", rule, " and ".join(chosen))
         return self
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """The mechanisms to do without."""
+        return tuple(name.removeprefix(NO) for name in self.changes if name.startswith(NO))
 
     @property
     def priority(self) -> str | None:
@@ -218,4 +225,4 @@ class AblationConfig(Section):
         return self._chosen(PREDICTORS) or PREDICTORS[0]
 
     def _chosen(self, kind: tuple[str, ...]) -> str | None:
-        return next((name for name in self.policies if name in kind), None)
+        return next((name for name in self.changes if name in kind), None)

@@ -346,7 +346,7 @@ def test_any_world_with_relays_ends_accounted_for(
         engines={} if plans else {"count": 5},
         allocation=ALLOCATION if plans else None,
         weights={"relays": relays},
-        ablation={"without": [] if delta else ["deltas"]},
+        ablation={"changes": [] if delta else ["no_deltas"]},
         eval={"every": 2},
         watchdog={"restarts": restarts},
     )

@@ -313,7 +313,7 @@ def test_engines_with_the_newest_weights_or_that_leave_are_not_considered() -> N
 
 
 def test_without_consolidation_nothing_is_considered() -> None:
-    run = outdated(context=400, ablation={"without": ["repack"]})
+    run = outdated(context=400, ablation={"changes": ["no_repack"]})
     consolidation.run_now(run)
     assert peak_of(run, E0) is None
 
