@@ -39,7 +39,7 @@ def by_ratio(directory: Path) -> RunConfig:
         directory,
         steps=STEPS,
         rollout={"mode": "decoupled", "groups_per_step": 1, "max_running": 16},
-        buffer={"sample": "ratio", "groups": 8},
+        buffer={"sample": "ratio"},
         engines={"count": 1},
     )
     assert config.model.path is not None

@@ -165,7 +165,7 @@ def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: P
     make_model(tmp_path / "model")
     (tmp_path / "model" / "hold").write_text("14")
     rollout = {"groups_per_step": 1, "max_running": 16}
-    buffer = {"sample": "ratio", "groups": 8}
+    buffer = {"sample": "ratio"}
     referee = judge(
         *world(
             tmp_path, "decoupled", steps=12, rollout=rollout, buffer=buffer, engines={"count": 1}

@@ -243,7 +243,6 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
         "alpha": draw.choice([None, None, 1, 2]),
     }
     data["buffer"] = {
-        "groups": draw.choice([None, 4, 8]),
         "sample": draw.choice(["fifo", "newest", "advantage", "ratio", "staleness"]),
     }
 

@@ -58,13 +58,11 @@ def ahead(config: RunConfig) -> int:
 
     As many steps pass until no batch is one of the beginning, which starts that many
     batches at once; they come in such waves afterwards, too. In mode decoupled it is
-    what the buffer holds: by default a batch and what runs at once.
+    what the buffer holds: a batch and what runs at once.
     """
     rollout = config.rollout
     if rollout.mode is not ModeName.DECOUPLED:
         return preset(rollout.mode, rollout.alpha).window or 0
-    if config.buffer.groups is not None:
-        return max(2, math.ceil(config.buffer.groups / rollout.groups_per_step))
     batch = rollout.groups_per_step * rollout.group_size
     return 1 + math.ceil(rollout.max_running / batch)
 

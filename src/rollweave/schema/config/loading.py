@@ -356,6 +356,8 @@ FORMER = {
     "ablation.without": "ablation.changes, with no_ before each name",
     "allocation.degrees": "engines.degree, the least of the degrees, which are its doubles",
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
+    "buffer.groups": "leave it out: a buffer has places for a batch and for what engines run at "
+    "once, or for two batches",
     "buffer.max_age": "rollout.alpha",
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",
     "cluster.ray": "cluster.launcher, as ray:HOST:PORT",

@@ -96,12 +96,6 @@ class BufferConfig(Section):
     §3.1, §6).
     """
 
-    groups: PositiveInt | None = Field(
-        None,
-        description="Maximum number of groups in the buffer, including those under way, counted by "
-        "trajectories; if unset, one batch plus the larger of another batch and what "
-        "the engines run at once.",
-    )
     sample: Annotated[
         str,
         matching(

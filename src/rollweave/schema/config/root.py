@@ -77,9 +77,6 @@ class RunConfig(Sections):
                 yield FieldError(f"{section}.group_size", f"be at least 2 for {which}", size)
         if self.teacher is None and any(self.distills(name) for name in names):
             yield FieldError("teacher.url", "be given with algorithm.advantage distill", "none")
-        if self.buffer.groups is not None and self.buffer.groups < rollout.groups_per_step:
-            rule = f"be at least rollout.groups_per_step ({rollout.groups_per_step})"
-            yield FieldError("buffer.groups", rule, self.buffer.groups)
         if trainer.ranks % trainer.tensor_parallel:
             rule = f"divide trainer.ranks ({trainer.ranks})"
             yield FieldError("trainer.tensor_parallel", rule, trainer.tensor_parallel)

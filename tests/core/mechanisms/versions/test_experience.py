@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.versions import pacing
+from rollweave.core.mechanisms.versions.binding import buffer_limit
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema import commands as c
@@ -27,7 +28,7 @@ def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
     """A run whose buffer has groups of two members, given by the oldest version that
     they started on and the measured ratio.
     """
-    run_config = decoupled_config(buffer={"sample": sample, "groups": 2})
+    run_config = decoupled_config(buffer={"sample": sample})
     run = Hand(run_config).core._run
     state = run.state
     for number, (initiated, ratio) in enumerate(groups):
@@ -101,7 +102,7 @@ def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
 def test_groups_beyond_the_limit_have_no_place() -> None:
     run = buffered((0, 1.0), (1, 1.0))
     assert run.pacing.surplus(run) == []
-    most = run.config.buffer.groups + run.config.rollout.max_running
+    most = buffer_limit(run)
     run = buffered(*[(number, 1.0) for number in range(most)])
     assert run.pacing.surplus(run) == []
     run = buffered(*[(most - number, 1.0) for number in range(most + 2)])
@@ -120,7 +121,7 @@ def test_a_draw_follows_from_its_key_and_is_uniform() -> None:
 
 
 def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
-    buffer = {"sample": "ratio", "groups": 8, **sections.pop("buffer", {})}
+    buffer = {"sample": "ratio", **sections.pop("buffer", {})}
     return decoupled_config(engines=1, batch=8, groups=groups, buffer=buffer, **sections)
 
 
@@ -194,7 +195,7 @@ def test_a_ratio_holds_for_one_version() -> None:
 
 def test_groups_that_arrive_during_a_measurement_wait() -> None:
     hand = measuring(3)
-    waiting = full(hand, 5)
+    waiting = full(hand, 4)
     hand.feed(answer(hand.measures[0], 20.0, 30.0, 40.0))
     assert [ref.id for ref in hand.steps[1].groups] == [waiting[0]], (
         "nobody knows the others' ratios"
@@ -334,12 +335,12 @@ SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
 
 
 @settings(max_examples=examples(40))
-@example(seed=1, failure=0.0, hang=0.0, groups=4, alpha=None, kills=[])
+@example(seed=1, failure=0.0, hang=0.0, running=4, alpha=None, kills=[])
 @given(
     seed=st.integers(0, 10_000),
     failure=st.sampled_from([0.0, 0.02, 0.1]),
     hang=st.sampled_from([0.0, 0.0, 0.01]),
-    groups=st.sampled_from([None, 4, 8]),
+    running=st.sampled_from([4, 8, 16]),
     alpha=st.sampled_from([None, 1]),
     kills=st.lists(st.integers(5, 300), max_size=2),
 )
@@ -347,17 +348,16 @@ def test_any_world_is_accounted_for_and_trained_by_ratio(
     seed: int,
     failure: float,
     hang: float,
-    groups: int | None,
+    running: int,
     alpha: int | None,
     kills: list[int],
 ) -> None:
-    buffer = {"sample": "ratio", "groups": groups}
     world = Judge(
         config(
             "decoupled",
             steps=6,
-            rollout={**SETTINGS, "alpha": alpha},
-            buffer=buffer,
+            rollout={**SETTINGS, "alpha": alpha, "max_running": running},
+            buffer={"sample": "ratio"},
             eval={"every": 2},
             watchdog={"restarts": 100},
         ),
@@ -374,7 +374,7 @@ def test_any_world_is_accounted_for_and_trained_by_ratio(
 
 def test_the_random_worlds_do_choose() -> None:
     """Otherwise the property above would show nothing."""
-    buffer = {"sample": "ratio", "groups": 8}
+    buffer = {"sample": "ratio"}
     rollout = {"mode": "decoupled", "groups_per_step": 1}
     worlds = [
         Judge(config("decoupled", steps=6, rollout=rollout, buffer=buffer), seed)

@@ -335,7 +335,7 @@ def test_a_configured_staleness_bound_is_strict() -> None:
 
 @pytest.mark.parametrize("strategy", ["fifo", "newest"])
 def test_the_buffer_samples_by_its_strategy(strategy: str) -> None:
-    hand = Hand(decoupled_config(engines=1, batch=4, buffer={"sample": strategy, "groups": 8}))
+    hand = Hand(decoupled_config(engines=1, batch=4, buffer={"sample": strategy}))
     state = hand.core.state
     while len(state.buffer) < 3:
         hand.end(hand.on(E0)[0])
@@ -383,7 +383,7 @@ def test_a_users_function_that_names_groups_endlessly_is_stopped() -> None:
 
 
 def test_nothing_is_launched_beyond_the_buffers_capacity() -> None:
-    hand = Hand(decoupled_config(engines=1, batch=4, buffer={"groups": 3}))
+    hand = Hand(decoupled_config(engines=1, batch=4))
     state = hand.core.state
     for _ in range(100):
         if hand.turns:
@@ -398,7 +398,7 @@ def test_nothing_is_launched_beyond_the_buffers_capacity() -> None:
 
 def test_the_last_member_of_a_group_reserves_no_place_for_its_siblings() -> None:
     hand = Hand(
-        decoupled_config(engines=1, batch=6, buffer={"groups": 3}, rollout={"group_size": 4}),
+        decoupled_config(engines=1, batch=6, rollout={"group_size": 4}),
         slots=6,
     )
     state = hand.core.state

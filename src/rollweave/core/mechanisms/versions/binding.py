@@ -131,9 +131,7 @@ def buffer_capacity(run: Run) -> int:
     """
     rollout, size = run.config.rollout, min(run.group_sizes.values())
     held = min(rollout.max_running, sum(_batch_sizes(run).values()))
-    return run.config.buffer.groups or rollout.groups_per_step + max(
-        rollout.groups_per_step, -(-held // size)
-    )
+    return rollout.groups_per_step + max(rollout.groups_per_step, -(-held // size))
 
 
 def buffer_limit(run: Run) -> int:
