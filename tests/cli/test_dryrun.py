@@ -28,6 +28,7 @@ from rollweave.runtime.preflight.checks import Status, failures
 from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
+from rollweave.runtime.preflight.site import Site
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ScratchModel
@@ -65,6 +66,18 @@ env = "nim"
 
 def config(tmp_path: Path, *overrides: str, text: str = CONFIG) -> RunConfig:
     return loads(text, [f'run.dir="{tmp_path}"', *overrides])
+
+
+def test_a_reward_token_that_other_hosts_lack_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLWEAVE_REWARD_A_B_TOKEN", "secret")
+    hosts = "cluster={address='127.0.0.1:0', hosts=1, env=['OTHER']}"
+    reward = "rewards=[{name='a-b', url='http://127.0.0.1:9'}]"
+    run = config(tmp_path, hosts, reward, "workers.count=2")
+    check = next(dryrun._rewards(run, Site()))
+    assert (check.name, check.status) == ("cluster.env", Status.FAIL)
+    assert "must name ROLLWEAVE_REWARD_A_B_TOKEN, which rollout workers" in check.detail
 
 
 def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:

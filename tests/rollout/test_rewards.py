@@ -138,8 +138,8 @@ def test_what_is_no_reward_function_is_refused(name: str, text: str) -> None:
 async def test_a_url_gets_the_attempt_with_key_and_token(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("REWARD_TOKEN", "secret")
-    assert await asked(url=f"{server.url}/score", token_env="REWARD_TOKEN") == 2.0
+    monkeypatch.setenv("ROLLWEAVE_REWARD_EXTRA_TOKEN", "secret")
+    assert await asked(url=f"{server.url}/score") == 2.0
     (body,) = server.requests
     key = f"run/{TRAJECTORY}/1/extra"
     assert (body["name"], body["key"], body["env_reward"]) == ("extra", key, 0.5)
@@ -283,13 +283,16 @@ async def test_a_rubric_may_be_in_a_file(server: FakeServer, tmp_path: Path) -> 
 # The dry run.
 
 
-async def test_a_dry_run_asks_for_a_reward(server: FakeServer) -> None:
+async def test_a_dry_run_asks_for_a_reward(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = reward_config(url=f"{server.url}/score")
     assert await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0) == 2.0
     assert server.requests[0]["key"].startswith("dry-run-")
-    lacking = reward_config(url=f"{server.url}/score", token_env="NO_SUCH_VARIABLE")
-    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE must be set in the environment"):
-        await asyncio.to_thread(check_reward, lacking, domain="d", limit_s=5.0)
+    with monkeypatch.context() as patch:
+        patch.setenv(config.token_variable, "schlüssel")
+        with pytest.raises(ConfigError, match="ROLLWEAVE_REWARD_EXTRA_TOKEN must be set in the"):
+            await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0)
     server.answer = lambda _: web.Response(text="<html>")
     with pytest.raises(EpisodeStopError, match=r"must be \{\"reward\": NUMBER\}, got '<html>'"):
         await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -182,13 +183,14 @@ class ServiceReward(Source):
         clock: Callable[[], float],
         start_s: float,
     ) -> None:
-        """Raises ConfigError for a token that is missing."""
+        """Raises ConfigError for a token that is no printable ASCII."""
+        variable = config.token_variable
         self._name, self._run_id = config.name, run_id
         self._service = HttpService(
             f"reward {config.name}",
             url,
             answer="reward",
-            token=server_token(config.token_env) if config.token_env is not None else "",
+            token=server_token(variable) if os.environ.get(variable) else "",
             timeout_s=config.timeout_s,
             start_s=start_s,
             clock=clock,

@@ -5,6 +5,7 @@ All checks are made even if some fail, so that the user learns of every problem 
 
 import contextlib
 import functools
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -349,8 +350,12 @@ def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
         value = check_reward(reward, domain=domain, limit_s=REWARD_S)
         return f"{reward.name}: {reward.url} answers, with {value:g}"
 
+    passed = config.cluster.env if config.cluster is not None and config.workers.count else None
     for number, reward in asked:
-        where = f"rewards.{number}"
+        where, variable = f"rewards.{number}", reward.token_variable
+        if passed is not None and os.environ.get(variable) and variable not in passed:
+            rule = f"name {variable}, which rollout workers on other hosts need"
+            yield refused(FieldError("cluster.env", rule, list(passed)))
         answer = functools.partial(value, reward)
         yield passing(f"{where}.{reward.kind}", answer, FieldError, EpisodeStopError, within=where)
 

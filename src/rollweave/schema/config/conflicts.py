@@ -361,7 +361,6 @@ WITHOUT_EFFECT = (
             lambda place: not place.config.rewards_of(place.item.name),
         ),
     ),
-    Conflict("rewards.token_env", _beside("rewards.function")),
     Conflict(
         "eval.episodes",
         Clause(

@@ -367,6 +367,8 @@ FORMER = {
     "rollweave.envs.frozenlake:SlowLake does",
     "rewards.judge.scale": "leave it out: a grade is from 0 to 1, which rewards.weight multiplies",
     "rewards.judge.url": "rewards.url",
+    "rewards.token_env": "leave it out: the token of a reward is in ROLLWEAVE_REWARD_NAME_TOKEN, "
+    "with its name in capitals, if there is one",
     "rollout.engine_batch": "rollout.max_running, of which each engine has its share, or "
     "engines.max_slots, of which it has twice as many",
     "rollout.predictor": "ablation.changes, as one of the list",

@@ -19,7 +19,6 @@ from rollweave.schema.config.values import (
     Positive,
     PositiveInt,
     Section,
-    Variable,
     listed,
     matching,
 )
@@ -242,12 +241,11 @@ class RewardConfig(Section):
     url: str | None = Field(
         None,
         description="URL of an HTTP function that takes JSON and answers with the reward, or base "
-        "URL of a judge's API, such as https://HOST/v1.",
+        "URL of a judge's API, such as https://HOST/v1. Its bearer token, if it has one, is in the "
+        "environment, as ROLLWEAVE_REWARD_NAME_TOKEN with the reward's name in capitals (and _ "
+        "for -).",
     )
     judge: JudgeConfig | None = None
-    token_env: Variable | None = Field(
-        None, description="Environment variable with the bearer token of the URL."
-    )
     timeout_s: Positive = Field(
         120.0,
         description="Maximum seconds for one reward, with all retries; then the attempt has no "
@@ -258,6 +256,11 @@ class RewardConfig(Section):
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
         return None if url is None else parse_url(url)
+
+    @property
+    def token_variable(self) -> str:
+        """The environment variable with the bearer token of the URL, if it has one."""
+        return f"ROLLWEAVE_REWARD_{self.name.upper().replace('-', '_')}_TOKEN"
 
     @property
     def deployed(self) -> bool:

@@ -102,10 +102,6 @@ class RunConfig(Sections):
                 yield FieldError(f"{field}.run", rule, "launcher manual")
             if reward.pairwise:
                 yield from self._of_opponents(f"{field}.judge.pairwise", reward)
-            given = self.cluster.env if self.cluster is not None and self.workers.count else None
-            if given is not None and reward.token_env is not None and reward.token_env not in given:
-                rule = "be among cluster.env, which rollout workers on other hosts get"
-                yield FieldError(f"{field}.token_env", rule, reward.token_env)
 
     def _of_opponents(self, field: str, reward: RewardConfig) -> Iterator[FieldError]:
         """Check that the groups of a pairwise judge have several members."""
