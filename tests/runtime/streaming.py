@@ -46,7 +46,7 @@ class Streaming:
                         self._path.write_text("\n".join(self._read))
                 self._path.write_text("\n".join([*self._read, ""]))
                 messages.append({"role": "assistant", "content": self._read[-1]})
-                text = self._reading.step("").messages[0].content
+                text = (await self._reading.step("")).messages[0].content
 
     async def eval(self) -> Score:
         return Score(reward=1.0, success=True)

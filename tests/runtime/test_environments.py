@@ -35,7 +35,8 @@ def test_every_mode_keeps_its_bound_of_staleness(tmp_path: Path, mode: str) -> N
 
 
 def test_a_run_survives_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
-    faults = {"raises": 0.06, "hangs": 0.04, "garbage": 0.06, "no_reward": 0.3}
+    shares = {"raises": 0.06, "hangs": 0.04, "garbage": 0.06, "no_reward": 0.3}
+    faults = {"draws": str(tmp_path / "draws"), **shares}
     task = {"env": "tests.support.faulty:FaultyGame", "step_s": 0.3}
     config = make_config(
         tmp_path, steps=3, options={"faults": faults}, task=task, rollout={"retries": 5}

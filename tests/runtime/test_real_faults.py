@@ -322,7 +322,7 @@ def test_a_controller_is_killed(tmp_path: Path, moment: Any) -> None:
     if (run_dir(config) / "journal.bin").exists():
         lineage.take(config)
     gate.touch()
-    check_totals(config, run_to_end(config, resume=True))
+    check_totals(config, run_to_end(config, resume=True), losses=1)
     lineage.take(config)
     lineage.check(config.run.steps)
 
@@ -420,7 +420,13 @@ def test_environments_and_rewards_fail_in_every_way(tmp_path: Path) -> None:
         task={
             "env": "tests.support.faulty:FaultyLake",
             "options": {
-                "faults": {"raises": 0.03, "hangs": 0.02, "garbage": 0.03, "no_reward": 0.1}
+                "faults": {
+                    "draws": str(tmp_path / "draws"),
+                    "raises": 0.03,
+                    "hangs": 0.02,
+                    "garbage": 0.03,
+                    "no_reward": 0.1,
+                }
             },
             "isolation": "process",
             "step_s": 10.0,

@@ -1,8 +1,11 @@
 """Environments that fail as users' environments do: calls that raise, that never
 return, or that return no observation, and rewards that raise.
 
-Their option `faults` has the share of each in the calls, by name. With `hangs_once`,
-the first call of all processes that can create this file never returns.
+Their option `faults` has the share of each in the calls, by name, with the file
+`draws`: the n-th draw of all processes that share it is the same in every run. (If each
+process drew for itself, all would begin with the same numbers, and no environment would
+get past the first number that is a fault.) With `hangs_once`, the first call of all
+processes that can create this file never returns.
 """
 
 import asyncio
@@ -17,8 +20,14 @@ from rollweave.schema.work import Task
 from tests.support.game import Game
 
 GARBAGE: Any = "not an observation"
-DRAWN = random.Random(7)
-"""The draws of this process."""
+
+
+def draw(shares: dict[str, Any]) -> float:
+    """Return the next number, 0 to 1, of all processes that share the file `draws`."""
+    with open(shares["draws"], "ab") as file:
+        file.write(b".")
+        file.flush()
+        return random.Random(f"draw {file.tell()}").random()
 
 
 def fault(shares: dict[str, Any]) -> str:
@@ -26,10 +35,10 @@ def fault(shares: dict[str, Any]) -> str:
     if "hangs_once" in shares:
         with contextlib.suppress(FileExistsError), open(shares["hangs_once"], "x"):
             return "hangs"
-    draw = DRAWN.random()
+    rest = draw(shares) if "draws" in shares else 0.0
     for name in ("raises", "hangs", "garbage"):
-        draw -= shares.get(name, 0.0)
-        if draw < 0:
+        rest -= shares.get(name, 0.0)
+        if rest < 0:
             if name == "raises":
                 raise RuntimeError("the environment fails")
             return name
@@ -37,7 +46,8 @@ def fault(shares: dict[str, Any]) -> str:
 
 
 def scored(episode: Episode, options: Options) -> Score:
-    if DRAWN.random() < options["faults"].get("no_reward", 0.0):
+    faults = options["faults"]
+    if "draws" in faults and draw(faults) < faults.get("no_reward", 0.0):
         raise RuntimeError("the reward fails")
     return Score(reward=sum(episode.rewards), success=episode.success)
 

@@ -229,8 +229,9 @@ def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 0
     requires, except for trajectories that have become stale and left their groups:
     on a slow machine, or where something was lost, at most as many as a step has.
 
-    Several `losses`, after which a trainer goes back to a checkpoint, each add those in
-    flight and those that wait for the trainer, at most as many as two steps have.
+    Each of `losses`, after which a trainer goes back to a checkpoint, adds the
+    trajectories in flight and the trajectories that wait for the trainer: at most as
+    many as two steps have.
     """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     account = summary_["account"]

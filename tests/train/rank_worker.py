@@ -43,7 +43,7 @@ CASES = {
         "loss": "gspo",
         "clip_low": 0.2,
         "clip_high": 0.3,
-        "own": {"other": {"loss": "cispo", "correction": "icepop", "advantage": "rloo"}},
+        "own": {"other": {"advantage": "rloo"}},
     },
     "lora": CASE | {"lora": {"rank": 3, "alpha": 6.0}},
     "critic": {"trainer": {"minibatches": 2, "micro_tokens": 60}, "advantage": "gae"},
