@@ -25,7 +25,7 @@ continues the other.
 """
 
 
-READ = 60
+READ = 150
 """Characters of an unfinished turn that programs have read when the controller is
 killed: they arrive in several reports, the first of which is recorded by then.
 """
