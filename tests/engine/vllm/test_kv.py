@@ -62,7 +62,7 @@ class FakeServer:
             {
                 "choices": [choice],
                 "kv_transfer_params": HELD | CACHED_THERE if exports else None,
-                "usage": {"prompt_tokens_details": details},
+                "usage": None if exports else {"prompt_tokens_details": details},
             }
         )
 

@@ -90,7 +90,7 @@ class _UnansweredError(KvError):
 
 class _Answer(msgspec.Struct):
     choices: tuple[VllmChoice, ...] = ()
-    usage: Usage = Usage()
+    usage: Usage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
     def check_held(self) -> None:
@@ -180,8 +180,9 @@ class NixlKv:
             await asyncio.sleep(lease_end - loop.time())
             raise KvError(str(error)) from error
         self._check(publication_id)
-        if answer.usage.cached < len(tokens) - GRANULE:
-            raise KvError(f"vLLM has read {answer.usage.cached} of {len(tokens)} tokens")
+        cached = answer.usage.cached if answer.usage is not None else 0
+        if cached < len(tokens) - GRANULE:
+            raise KvError(f"vLLM has read {cached} of {len(tokens)} tokens")
         return len(tokens)
 
     def release(self, id: str) -> None:
