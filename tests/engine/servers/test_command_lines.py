@@ -131,7 +131,7 @@ def test_a_token_of_sglang_may_begin_with_a_hyphen(
         launcher.runpy, "run_module", lambda *_, **__: started.extend(launcher.sys.argv)
     )
     monkeypatch.setattr(launcher.sys, "path", ["/folder", *launcher.sys.path])
-    monkeypatch.setattr(launcher.sys, "argv", ["launcher.py", "1", *options(of_sglang)[:-2]])
+    monkeypatch.setattr(launcher.sys, "argv", ["sglang_launcher.py", "1", *options(of_sglang)[:-2]])
     launcher.main()
     taken = parser().parse_args(started[1:])
     assert (taken.admin_api_key, taken.tp_size) == ("-x", 2)

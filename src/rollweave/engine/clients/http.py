@@ -187,7 +187,7 @@ class HttpEngine:
 
         Tokens are reported by servers with a `StreamingDialect` only, as soon as they
         arrive. Servers other than Rollweave's resume a turn as described in
-        `rollout/turn_parts.py`.
+        `streams.py`.
         """
         call = _Call(
             uuid4().hex, self._loop.create_future(), self._loop.create_future(), on_tokens=on_tokens

@@ -80,7 +80,7 @@ them.
 
 LAUNCHER = PLUGIN / "sglang_launcher.py"
 TOKEN = "ROLLWEAVE_SGLANG_TOKEN"
-"""The environment variable with the token, as in `launcher.py`, which runs
+"""The environment variable with the token, as in `sglang_launcher.py`, which runs
 elsewhere.
 """
 

@@ -1,4 +1,4 @@
-"""The start of an SGLang server: `python launcher.py PARENT ARGUMENT…`.
+"""The start of an SGLang server: `python sglang_launcher.py PARENT ARGUMENT…`.
 
 This program runs in the interpreter of the user's SGLang, and imports nothing of
 Rollweave, whose requirements are not installed there. Invariants: no process of the
