@@ -68,16 +68,29 @@ def config(tmp_path: Path, *overrides: str, text: str = CONFIG) -> RunConfig:
     return loads(text, [f'run.dir="{tmp_path}"', *overrides])
 
 
-def test_a_reward_token_that_other_hosts_lack_is_refused(
+def test_tokens_that_other_hosts_lack_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLWEAVE_REWARD_A_B_TOKEN", "secret")
+    monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", "secret")
     hosts = "cluster={address='127.0.0.1:0', hosts=1, env=['OTHER']}"
     reward = "rewards=[{name='a-b', url='http://127.0.0.1:9'}]"
-    run = config(tmp_path, hosts, reward, "workers.count=2")
-    check = next(dryrun._rewards(run, Site()))
-    assert (check.name, check.status) == ("cluster.env", Status.FAIL)
-    assert "must name ROLLWEAVE_REWARD_A_B_TOKEN, which rollout workers" in check.detail
+    teacher = ("algorithm.advantage=distill", "teacher.url='http://127.0.0.1:9'")
+    run = config(tmp_path, hosts, reward, "workers.count=2", *teacher)
+    checks = list(dryrun._tokens(run, Site()))
+    assert {(check.name, check.status) for check in checks} == {("cluster.env", Status.FAIL)}
+    for check, name in zip(checks, ("REWARD_A_B", "TEACHER"), strict=True):
+        assert f"must name ROLLWEAVE_{name}_TOKEN, which rollout workers" in check.detail
+
+
+def test_a_bad_token_of_a_reward_names_the_variable_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLWEAVE_REWARD_A_TOKEN", "schlüssel")
+    run = config(tmp_path, "rewards=[{name='a', url='http://127.0.0.1:9'}]")
+    (check,) = dryrun._rewards(run, Site())
+    assert (check.name, check.status) == ("rewards.0.url", Status.FAIL)
+    assert check.detail.startswith("ROLLWEAVE_REWARD_A_TOKEN must be set in the environment")
 
 
 def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:

@@ -293,6 +293,10 @@ async def test_a_dry_run_asks_for_a_reward(
         patch.setenv(config.token_variable, "schlüssel")
         with pytest.raises(ConfigError, match="ROLLWEAVE_REWARD_EXTRA_TOKEN must be set in the"):
             await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0)
+    server.answer = lambda _: web.Response(status=401, text="who?")
+    missing = r"status 401: who\? \(ROLLWEAVE_REWARD_EXTRA_TOKEN must hold its token, got none\)"
+    with pytest.raises(EpisodeStopError, match=missing):
+        await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0)
     server.answer = lambda _: web.Response(text="<html>")
     with pytest.raises(EpisodeStopError, match=r"must be \{\"reward\": NUMBER\}, got '<html>'"):
         await asyncio.to_thread(check_reward, config, domain="d", limit_s=5.0)

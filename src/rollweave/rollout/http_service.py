@@ -44,6 +44,9 @@ together.
 STARTING = (502, 503, 504)
 """Statuses of a service that is not there yet, or of a proxy before it."""
 
+UNAUTHORIZED = (401, 403)
+"""Statuses of a service that wants a token, or another one."""
+
 MAX_UNREADABLE = 3
 """Maximum number of answers to one call that cannot be read. One may be a fault of a
 proxy or of a server that restarts; the trajectory would be sampled again for it.
@@ -77,7 +80,8 @@ class RefusedError(ResponseError):
 
 class HttpService:
     """The service `name` at `url`, which is asked for `answer`: "the teacher", for
-    "log-probs". `token` is its bearer token, or "". `clock` gives the times of `wait`.
+    "log-probs". `token` is its bearer token, or "", and `variable` the environment
+    variable in which the user has it. `clock` gives the times of `wait`.
 
     A request has at most `payload_bytes` bytes. `callers` is who waits for an answer,
     as one and as several.
@@ -90,6 +94,7 @@ class HttpService:
         *,
         answer: str,
         token: str,
+        variable: str = "",
         timeout_s: float,
         start_s: float = 0.0,
         clock: Callable[[], float],
@@ -97,7 +102,7 @@ class HttpService:
         callers: tuple[str, str] = TRAJECTORIES,
     ) -> None:
         self._start_s, self._has_answered = max(start_s, timeout_s), False
-        self._callers = callers
+        self._callers, self._variable = callers, variable
         self._name, self._url, self._answer, self._token = name, url, answer, token
         self._timeout_s, self._clock, self._payload_bytes = timeout_s, clock, payload_bytes
         self._slots = asyncio.Semaphore(SERVICE_CALLS)
@@ -215,6 +220,9 @@ class HttpService:
         detail = answer[: 4 * ERROR_CHARS].decode(errors="replace")[:ERROR_CHARS]
         where = f" of {path}" if path else ""
         text = f"status {response.status}{where}: {detail}"
+        if response.status in UNAUTHORIZED and self._variable:
+            got = "another one" if self._token else "none"
+            text += f" ({self._variable} must hold its token, got {got})"
         if response.status in (409, 429) or response.status >= 500:
             after_s = retry_after_s(response.headers.get("Retry-After"))
             raise RetryableError(text, after_s, starting=response.status in STARTING)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.engine.servers.attached import server_token
+from rollweave.engine.servers.attached import optional_token
 from rollweave.envs.base import payload_of
 from rollweave.envs.boundary import LARGEST_REWARD, checked_score, reward_from
 from rollweave.envs.registry import load
@@ -190,7 +189,8 @@ class ServiceReward(Source):
             f"reward {config.name}",
             url,
             answer="reward",
-            token=server_token(variable) if os.environ.get(variable) else "",
+            token=optional_token(variable),
+            variable=variable,
             timeout_s=config.timeout_s,
             start_s=start_s,
             clock=clock,

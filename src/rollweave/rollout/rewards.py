@@ -433,8 +433,8 @@ def check_reward(reward: RewardConfig, *, domain: str, limit_s: float) -> float:
     """Ask a URL or judge for the reward of an invented attempt, within `limit_s`, and
     return it.
 
-    Raises FieldError for a token or rubric that cannot be read, and EpisodeStopError if
-    there is no reward.
+    Raises ConfigError for a token or rubric that cannot be read, and EpisodeStopError
+    if there is no reward.
     """
     brief = reward.model_copy(update={"timeout_s": min(limit_s, reward.timeout_s)})
     key = reward.judge.reference if reward.judge is not None else None

@@ -8,7 +8,6 @@ nothing at the server.
 
 import functools
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.engine.clients.responses import ResponseError, parse
+from rollweave.engine.servers.attached import optional_token
 from rollweave.io.loop_thread import run_apart
 from rollweave.rollout.http_service import HttpService, RefusedError, ServiceError
 from rollweave.schema.config.training import TeacherConfig
@@ -97,6 +97,7 @@ class Teacher:
         start_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> None:
+        """Raises ConfigError for a token that is no printable ASCII."""
         self._config, self._model = config, config.model
         self._sglang: bool | None = None
         """True if the server is SGLang; None while that is not known."""
@@ -104,7 +105,8 @@ class Teacher:
             "teacher",
             config.url,
             answer="log-probs",
-            token=os.environ.get(TEACHER_TOKEN, ""),
+            token=optional_token(TEACHER_TOKEN),
+            variable=TEACHER_TOKEN,
             timeout_s=TEACHER_S if timeout_s is None else timeout_s,
             start_s=start_s,
             clock=clock,

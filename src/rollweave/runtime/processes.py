@@ -215,7 +215,7 @@ def engine_spec(
     """Return the settings of an engine, which listens for KV at `kv_host`. `version` is
     the version that it reports for the model's own weights.
 
-    Raises FieldError if the token of a server that already runs cannot be read.
+    Raises ConfigError if the token of a server that already runs cannot be read.
     """
     group, without = config.engines[slot.group], config.ablation.without
     device = config.model.device

@@ -24,7 +24,7 @@ from rollweave.engine.clients.transport import read_bounded
 from rollweave.engine.servers.process import settings_of
 from rollweave.io.loop_thread import run_apart
 from rollweave.schema.base import as_json
-from rollweave.schema.errors import ConfigError, EngineError, FieldError
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import EngineSpec
 
 PROTOCOL = 1
@@ -343,11 +343,19 @@ ENGINE_TOKEN = "ROLLWEAVE_ENGINE_TOKEN"
 
 
 def server_token(variable: str) -> str:
-    """Return the token that the environment holds. Raises FieldError."""
+    """Return the token that the environment holds. Raises ConfigError."""
     token = os.environ.get(variable, "").strip()
     if not token or not (token.isascii() and token.isprintable()):
-        raise FieldError(variable, "be set in the environment, to printable ASCII")
+        # no FieldError: the variable is no field of a section
+        raise ConfigError(f"{variable} must be set in the environment, to printable ASCII")
     return token
+
+
+def optional_token(variable: str) -> str:
+    """Return the token that the environment holds, or "" without one. Raises
+    ConfigError.
+    """
+    return server_token(variable) if os.environ.get(variable) else ""
 
 
 def holder_name(directory: Path) -> str:

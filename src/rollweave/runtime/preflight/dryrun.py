@@ -134,6 +134,7 @@ def plan(
         *_restrictions(config, domains),
         *_packages(config),
         *_rewards(config, site),
+        *_tokens(config, site),
         *_relays(config),
         *_cluster(config, site, declared.images),
         *model_checks,
@@ -350,14 +351,27 @@ def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
         value = check_reward(reward, domain=domain, limit_s=REWARD_S)
         return f"{reward.name}: {reward.url} answers, with {value:g}"
 
-    passed = config.cluster.env if config.cluster is not None and config.workers.count else None
     for number, reward in asked:
-        where, variable = f"rewards.{number}", reward.token_variable
-        if passed is not None and os.environ.get(variable) and variable not in passed:
+        where, answer = f"rewards.{number}", functools.partial(value, reward)
+        yield passing(f"{where}.{reward.kind}", answer, ConfigError, EpisodeStopError, within=where)
+
+
+def _tokens(config: RunConfig, site: Site) -> Iterator[Check]:
+    """Check that rollout workers on other hosts get the tokens of the services that
+    they ask.
+    """
+    if config.cluster is None or not config.workers.count or not site.is_here:
+        return
+    variables = [reward.token_variable for reward in config.rewards if reward.url is not None]
+    if config.teacher is not None:
+        # most runs need no HTTP client
+        from rollweave.rollout.teacher import TEACHER_TOKEN
+
+        variables.append(TEACHER_TOKEN)
+    for variable in variables:
+        if os.environ.get(variable) and variable not in config.cluster.env:
             rule = f"name {variable}, which rollout workers on other hosts need"
-            yield refused(FieldError("cluster.env", rule, list(passed)))
-        answer = functools.partial(value, reward)
-        yield passing(f"{where}.{reward.kind}", answer, FieldError, EpisodeStopError, within=where)
+            yield refused(FieldError("cluster.env", rule, list(config.cluster.env)))
 
 
 @refusing
