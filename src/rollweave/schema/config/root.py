@@ -85,9 +85,13 @@ class RunConfig(Sections):
         names, domains = [one.name for one in self.rewards], [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield FieldError("rewards", "have distinct names", names)
-        cluster = self.cluster
+        cluster, owners = self.cluster, dict[str, str]()
         for number, reward in enumerate(self.rewards):
             field = f"rewards.{number}"
+            named = reward.name if reward.url is not None else ""
+            if named and (owner := owners.setdefault(reward.token_variable, named)) != named:
+                rule = f"differ from {owner} in more than case, - and _, since each has its token"
+                yield FieldError(f"{field}.name", rule, named)
             for domain in reward.tasks:
                 if domain not in domains:
                     rule = f"be among the task domains {domains}"
