@@ -137,6 +137,8 @@ def test_a_model_from_scratch_has_heads_that_vllm_computes_and_keeps_them() -> N
 
 def test_other_log_probs_are_asked_for_only_if_a_temperature_needs_them() -> None:
     assert not loads(SCRATCH, ["eval.temperature=1"]).scales_logprobs
+    unevaluated = ["eval.temperature=0.5", "eval.every=0", "eval.final_episodes=0"]
+    assert not loads(SCRATCH, unevaluated).scales_logprobs
     assert loads(SCRATCH, ["eval.temperature=0.5"]).scales_logprobs
     sets = ["engines.kind=sglang", "rollout.temperature=0.5", "rollout.top_p=0.9"]
     assert loads(SCRATCH, sets).scales_logprobs

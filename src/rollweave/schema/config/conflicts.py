@@ -369,7 +369,10 @@ WITHOUT_EFFECT = (
             why="since the last evaluation has eval.final_episodes",
         ),
     ),
-    Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
+    Conflict(
+        "eval.temperature",
+        _without("eval.every", "eval.final_episodes", why="except on `rollweave evaluate`"),
+    ),
     # Kinds of engines, devices and sandboxes.
     Conflict(
         "ablation.changes=no_cuda_graphs trainer.save_memory=optimizer",

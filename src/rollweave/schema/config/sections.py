@@ -211,7 +211,9 @@ class Sections(Section):
         """True if vLLM must return log-probs at the request's temperature, since its
         own are at temperature 1.
         """
-        return not {self.eval.temperature, self.rollout.temperature} <= {0.0, 1.0}
+        evaluated = self.eval.every or self.eval.final_episodes
+        temperatures = {self.rollout.temperature, self.eval.temperature if evaluated else 0.0}
+        return not temperatures <= {0.0, 1.0}
 
 
 def _shown(lora: LoraConfig | None) -> dict[str, Any] | None:
