@@ -104,7 +104,7 @@ def serve(
     for number, reward in enumerate(config.rewards):
         if reward.deployed:
             raise ConfigError(
-                f"rewards.{number}.run must be inline or workers for a function of a service, got "
+                f"rewards.{number}.run must be left out for a function of a service, got "
                 f"{reward.run} (give the URL of a deployment of your own)"
             )
         if reward.pairwise:
