@@ -217,7 +217,7 @@ class LiveWorld:
         """End in order what a subclass has in addition, once the core has finished."""
 
     def fetched(self) -> Mapping[str, tuple[int, int]]:
-        """Return the progress of each fetching relay, as in `core/waits.py`."""
+        """Return the progress of each fetching relay, as in `core/reading/waits.py`."""
         return {}
 
     def waits(self) -> list[Wait]:
