@@ -48,8 +48,8 @@ def _conditions() -> int:
 
 
 BUDGETS = (
-    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 126_500, 98_000),
-    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 670, 460),
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 124_000, 98_000),
+    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 490, 460),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),
@@ -70,7 +70,7 @@ BUDGETS = (
         300,
         300,
     ),
-    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 111_100, 90_000),
+    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 108_700, 90_000),
 )
 
 
