@@ -278,13 +278,17 @@ async def test_a_turn_may_wait_for_its_first_token() -> None:
 
 
 async def test_a_busy_server_is_asked_again() -> None:
+    """Neither the tokens nor the result count the pause as time of generation."""
+
     async def busy(exchange: Exchange) -> None:
         wire.handle = streams(vllm_part(6, 7), LAST)
-        exchange.send({}, status=503, Retry_After="0")
+        exchange.send({}, status=503, Retry_After="1")
 
+    deltas = list[TokenDelta]()
     async with serving(busy, probed=probed) as wire, connected(wire) as engine:
-        assert (await engine.generate(request(), lambda _: None)).tokens == (6, 7, 8)
-        assert len(wire.seen) == 2
+        result = await engine.generate(request(), deltas.append)
+        assert (result.tokens, len(wire.seen)) == ((6, 7, 8), 2)
+        assert 0.0 <= deltas[0].generate_s <= deltas[-1].generate_s <= result.generate_s
 
 
 @pytest.mark.parametrize("answers", [True, False])

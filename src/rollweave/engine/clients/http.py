@@ -388,12 +388,12 @@ class HttpEngine:
         """
         body = streaming.encode_streamed(wired)
         answer = StreamedAnswer(streaming.parts(wired), wired, vocab=self._spec.vocab)
-        call.streamed, began = answer, self._loop.time()
+        call.streamed = answer
 
-        def on_event(event: bytes) -> None:
+        def on_event(event: bytes, took_s: float) -> None:
             delta = answer.read(event) if event != DONE else None
             if delta is not None and call.on_tokens is not None and not call.answer.done():
-                call.on_tokens(moved_delta(request, delta, self._loop.time() - began))
+                call.on_tokens(moved_delta(request, delta, took_s))
 
         try:
             took_s = await self._wire.stream(streaming.generate_path, body, on_event)

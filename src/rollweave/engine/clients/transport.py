@@ -217,27 +217,40 @@ class Transport:
         """Return the body of a successful answer, and the seconds that it took; retry
         while the server is too busy.
         """
-        return await self._post(path, body, self._read_body)
+        return await self._post(path, body, lambda _: self._read_body)
 
-    async def stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> float:
-        """Call `on_event` with the data of each event of a successful answer, and
-        return the seconds that it took. It may raise, which ends the answer. Requests
-        are repeated as by `post`.
+    async def stream(
+        self, path: str, body: bytes, on_event: Callable[[bytes, float], None]
+    ) -> float:
+        """Call `on_event` with the data of each event of a successful answer and the
+        seconds since its request was sent, and return the seconds that the answer took.
+        `on_event` may raise, which ends the answer. Requests are repeated as by `post`;
+        the pauses between them do not count.
         """
 
-        async def read(response: aiohttp.ClientResponse, path: str) -> bytes:
-            if response.status != 200:
-                return await self._read_body(response, path)
-            await self._read_events(response, path, on_event)
-            return b""
+        def reads(began: float) -> Read:
+            async def read(response: aiohttp.ClientResponse, path: str) -> bytes:
+                if response.status != 200:
+                    return await self._read_body(response, path)
+                await self._read_events(
+                    response, path, lambda event: on_event(event, self._loop.time() - began)
+                )
+                return b""
 
-        return (await self._post(path, body, read))[1]
+            return read
 
-    async def _post(self, path: str, body: bytes, read: Read) -> tuple[bytes, float]:
+        return (await self._post(path, body, reads))[1]
+
+    async def _post(
+        self, path: str, body: bytes, reads: Callable[[float], Read]
+    ) -> tuple[bytes, float]:
+        """Post until the server is not too busy. `reads` makes the reader of an answer
+        from the loop's time at which its request began.
+        """
         for attempt in itertools.count():
             began = self._loop.time()
             try:
-                answer = await self._exchange("POST", path, body, read)
+                answer = await self._exchange("POST", path, body, reads(began))
                 return answer, self._loop.time() - began
             except BusyError as busy:
                 pause = busy.after_s if busy.after_s is not None else FIRST_RETRY_S * 2**attempt
