@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -166,7 +166,7 @@ class _Launch:
     directory: RunDir
     source: TaskSource
     codec: ChatCodec
-    token: str | None
+    token: str | None = field(repr=False)
     access: Access
     inproc: bool
     programs: Programs
