@@ -250,16 +250,23 @@ CONFLICTS = (
         _beside_estimator(*OF_CRITIC, why="whose critic is trained in full, and not divided"),
     ),
     Conflict(
-        "rollout.temperature",
-        _beside_estimator("distill", why="whose teacher gives log-probs at temperature 1"),
-    ),
-    Conflict(
-        "rollout.dynamic_sampling",
-        _beside_estimator("distill", why="which also learns from groups of equal rewards"),
+        "rollout.temperature rollout.dynamic_sampling",
+        _beside_estimator(
+            "distill",
+            why="which learns from groups of equal rewards too, and whose teacher gives log-probs "
+            "at temperature 1",
+        ),
     ),
     Conflict(
         "tasks.env_weight",
         _beside_estimator(*OF_TURNS, why="which takes each turn's reward from the environment"),
+    ),
+    Conflict(
+        "tasks.env_weight",
+        Clause(
+            "without [[rewards]] for the domain",
+            lambda place: not place.config.rewards_of(place.item.name),
+        ),
     ),
     Conflict(
         "algorithm.kl_direction",
@@ -355,13 +362,6 @@ WITHOUT_EFFECT = (
         Clause("where each task domain has its own", _is_overridden),
     ),
     Conflict(
-        "tasks.env_weight",
-        Clause(
-            "without [[rewards]] for the domain",
-            lambda place: not place.config.rewards_of(place.item.name),
-        ),
-    ),
-    Conflict(
         "eval.episodes",
         Clause(
             "without eval.every",
@@ -371,7 +371,7 @@ WITHOUT_EFFECT = (
     ),
     Conflict(
         "eval.temperature",
-        _without("eval.every", "eval.final_episodes", why="except on `rollweave evaluate`"),
+        _without("eval.every", "eval.final_episodes", why="except on `rollweave eval`"),
     ),
     # Kinds of engines, devices and sandboxes.
     Conflict(
