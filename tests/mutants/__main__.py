@@ -36,7 +36,7 @@ NOT_RUN = {
     "core/mechanisms/*/check.py": "invariants, which are assertions of tests",
     "engine/cuda_graphs.py": "needs a GPU",
     "engine/servers/plugin/*.py": "runs in a vLLM or SGLang server",
-    "runtime/hosts/ray*.py": "needs Ray",
+    "runtime/hosts/on_ray.py": "needs Ray",
     "sandbox/inside/*.py": "runs in a sandbox, with an interpreter of its own",
 }
 """Files without mutants, by a pattern of their path, each with the reason."""
