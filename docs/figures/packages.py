@@ -111,7 +111,9 @@ def drawn(counts: collections.Counter[tuple[str, str]], what: str, rooms: Contai
 
 def figure(src: Path, parent: str = "rollweave") -> str:
     """Return the figure of what stands directly below `parent`."""
-    rooms = {path.name for path in src.joinpath(*parent.split("."), "mechanisms").glob("*/")}
+    mechanisms = src.joinpath(*parent.split("."), "mechanisms")
+    modules = {*mechanisms.glob("[a-z]*.py"), *(path.parent for path in mechanisms.glob("*/*.py"))}
+    rooms = {path.stem for path in modules}
     what = "packages" if parent == "rollweave" else "modules and mechanisms"
     return drawn(imports_between(src, parent), what, rooms)
 
