@@ -321,7 +321,7 @@ def rescore(run: Run) -> None:
     its records. RUN must not be running.
     """
     with errors_reported():
-        from rollweave.cli.records import rescore as work
+        from rollweave.cli.rescore import rescore as work
 
         work(run)
 
@@ -739,7 +739,7 @@ def ui(
 ) -> None:
     """Show the runs in DIR in a browser on this machine, as they proceed."""
     with errors_reported():
-        from rollweave.cli.records import ui as work
+        from rollweave.cli.ui import ui as work
 
         work(directory, port=port, token_env=token_env)
 
