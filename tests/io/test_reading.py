@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.io import reading
-from rollweave.io.reading import json_lines, kind_at, lines, named, opened, whole
+from rollweave.io.json_lines import json_lines
+from rollweave.io.reading import kind_at, lines, named, opened, whole
 from rollweave.io.tokenizer import read_tokenizer
 from rollweave.schema.errors import ConfigError
 

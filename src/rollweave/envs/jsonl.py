@@ -24,7 +24,7 @@ from rollweave.envs.base import (
 )
 from rollweave.envs.registry import load
 from rollweave.io.http.messages import read_messages
-from rollweave.io.reading import json_lines
+from rollweave.io.json_lines import json_lines
 from rollweave.schema.base import copied, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError

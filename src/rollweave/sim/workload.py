@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollweave.io.reading import utf8_text
+from rollweave.io.json_lines import utf8_text
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, FieldError
 from rollweave.schema.work import TRAINABLE, StopReason

@@ -14,7 +14,7 @@ import bm25s
 import numpy as np
 
 from rollweave.envs.jsonl import must_have_field
-from rollweave.io.reading import json_lines, utf8_text
+from rollweave.io.json_lines import json_lines, utf8_text
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
