@@ -7,7 +7,8 @@ deleted or replaced without its content; the other lock is on the file `lock` in
 directory, for file systems that lock only files. A fresh run never writes into a
 directory with content; the names of all files inside are defined only here. The id in
 `run.json` is the id in the journal's first event, so a journal of another run is
-recognized; the digests of the model's files are compared whenever the run is resumed.
+recognized; `runtime/recover` compares the digests of the model's files whenever the run
+is resumed.
 """
 
 import contextlib
@@ -22,9 +23,8 @@ from typing import Literal, Self
 import msgspec
 import xxhash
 
-from rollweave.io.disk import file_digest, replace_file, writing
+from rollweave.io.disk import replace_file, writing
 from rollweave.io.reading import kind_at, named, whole
-from rollweave.io.tokenizer import tokenizer_files
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import FILE_BYTES, dumps, loads
 from rollweave.schema.config.root import RunConfig
@@ -37,9 +37,6 @@ MAX_LOCK_ATTEMPTS = 100
 """Maximum number of attempts to lock a file that other processes keep replacing."""
 
 Kind = Literal["training", "service", "simulation"]
-
-MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-"""Patterns of the files from which a model and its tokenizer are read."""
 
 IDENTITY_BYTES = 64 << 20
 """Maximum size of `run.json`: a digest for each file of a large model is far less."""
@@ -342,39 +339,3 @@ def write_identity(path: Path, identity: Identity) -> None:
 def _digest(identity: Identity) -> str:
     content = msgspec.json.encode(msgspec.structs.replace(identity, digest=""))
     return f"{xxhash.xxh3_64_intdigest(content):016x}"
-
-
-def model_digests(directory: Path) -> dict[str, tuple[int, str]]:
-    """Return size and digest of every file from which the model in `directory` is read.
-
-    Raises OSError.
-    """
-    files = {file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file()}
-    files |= {directory / name for name in tokenizer_files(directory)}
-    return {
-        str(file.relative_to(directory)): (file.stat().st_size, file_digest(file))
-        for file in sorted(files)
-    }
-
-
-def changed_files(directory: Path, known: dict[str, tuple[int, str]]) -> list[str]:
-    """Compare the model in `directory` with the digests taken at the start; return one
-    phrase for each file that differs.
-    """
-    try:
-        digests = model_digests(directory)
-    except OSError as error:
-        return [f"{directory} cannot be read: {error}"]
-    names = sorted(known.keys() | digests.keys())
-    pairs = [(name, known.get(name), digests.get(name)) for name in names]
-    return [
-        f"{directory / name} {_difference(before, now)}"
-        for name, before, now in pairs
-        if before != now
-    ]
-
-
-def _difference(before: tuple[int, str] | None, now: tuple[int, str] | None) -> str:
-    if now is None:
-        return "is missing"
-    return "was not there" if before is None else "has changed"

@@ -19,7 +19,7 @@ from rollweave.core.mechanisms.membership.bindings import groups_on_gpus
 from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.policy.health import max_gap
 from rollweave.envs.tasks import TaskSource, named
-from rollweave.record.rundir import Identity, RunDir, model_digests, write_identity
+from rollweave.record.rundir import Identity, RunDir, write_identity
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.cluster import GatheredHosts, programs_of
@@ -31,7 +31,7 @@ from rollweave.runtime.preflight.environments import Declared
 from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.processes import Processes
-from rollweave.runtime.recover import lost, model_dir
+from rollweave.runtime.recover import lost, model_digests, model_dir
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.runtime.tasks import Tasks

@@ -3,8 +3,8 @@
 Invariants: a replay never executes a command; events are replayed under the
 configuration under which they happened; a run starts afresh only in a directory in
 which no run has left results; the directory agrees with the journal, or one error names
-what is missing; scored trajectories that the store lacks are named, so that the core
-drops them.
+what is missing; the files of the model are the files with which the run began; scored
+trajectories that the store lacks are named, so that the core drops them.
 """
 
 import dataclasses
@@ -18,13 +18,14 @@ from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.state import ALIVE, Stage, State
 from rollweave.envs.tasks import rules_of
+from rollweave.io.disk import file_digest
 from rollweave.io.reading import lines
+from rollweave.io.tokenizer import tokenizer_files
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import (
     Identity,
     Kind,
     RunDir,
-    changed_files,
     new_identity,
     read_identity,
     write_identity,
@@ -43,6 +44,9 @@ START_OVER = (
     "or start over on purpose: `rollweave train CONFIG --fresh` deletes the whole directory first"
 )
 START_SERVICE_OVER = "or start over on purpose, in another run.name or after deleting the directory"
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+"""Patterns of the files from which a model and its tokenizer are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,3 +373,39 @@ def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
         if trajectory.stage is Stage.SCORED
         and store.scored_attempt(trajectory.id) != trajectory.attempt
     )
+
+
+def model_digests(directory: Path) -> dict[str, tuple[int, str]]:
+    """Return size and digest of every file from which the model in `directory` is read.
+
+    Raises OSError.
+    """
+    files = {file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file()}
+    files |= {directory / name for name in tokenizer_files(directory)}
+    return {
+        str(file.relative_to(directory)): (file.stat().st_size, file_digest(file))
+        for file in sorted(files)
+    }
+
+
+def changed_files(directory: Path, known: dict[str, tuple[int, str]]) -> list[str]:
+    """Compare the model in `directory` with the digests taken at the start; return one
+    phrase for each file that differs.
+    """
+    try:
+        digests = model_digests(directory)
+    except OSError as error:
+        return [f"{directory} cannot be read: {error}"]
+    names = sorted(known.keys() | digests.keys())
+    pairs = [(name, known.get(name), digests.get(name)) for name in names]
+    return [
+        f"{directory / name} {_difference(before, now)}"
+        for name, before, now in pairs
+        if before != now
+    ]
+
+
+def _difference(before: tuple[int, str] | None, now: tuple[int, str] | None) -> str:
+    if now is None:
+        return "is missing"
+    return "was not there" if before is None else "has changed"
