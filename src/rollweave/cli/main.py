@@ -275,8 +275,8 @@ def serve(
         bool,
         typer.Option(
             "--registered",
-            help="Only engines that clients register, in place of [[engines]] on the model's "
-            "checkpoint and those that are registered.",
+            help="Serve with the engines that clients register alone, and start none of "
+            "[[engines]] on the model's checkpoint.",
         ),
     ] = False,
     engine_hosts: Annotated[

@@ -50,7 +50,7 @@ class PageDriver(Protocol):
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         """Return the bytes of a range, [nbytes] of uint8, whose first page is mapped: a
-        GPU is recognized by it. Reading those that are not mapped ends the process.
+        GPU is recognized by it. Reading a page that is not mapped ends the process.
         """
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ Handlers = Mapping[type[c.Command], Callable[[Any], None]]
 class Effects:
     """Executes commands by their handlers.
 
-    Every command must have one, except for those that the world never gets.
+    Every command must have a handler, except for commands that the world never gets.
     """
 
     def __init__(self, handlers: Handlers, *, never: Collection[type[c.Command]] = ()) -> None:

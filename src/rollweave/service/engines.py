@@ -1,5 +1,5 @@
-"""The engines of a service: those that clients register by address, beside the local
-ones, their tokens, and their backends.
+"""The engines of a service: local engines, and engines that clients register by
+address, with their tokens and backends.
 
 Invariants: a registration is in the job database before the core learns of the engine,
 so it survives a restart; an engine id is never used twice in the life of a process; an

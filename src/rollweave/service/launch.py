@@ -84,8 +84,8 @@ def serve(
     the second cancels them.
 
     Without `unsandboxed`, a sandbox that isolates nothing is refused, because the
-    commands of clients would run as this user. With `registered`, the service has only
-    engines that clients register, and none of its own; they are on `engine_hosts`.
+    commands of clients would run as this user. With `registered`, the service starts no
+    engines, and has only engines that clients register, on `engine_hosts`.
     `on_service` gets the service itself, on its event loop, for use without HTTP.
     Raises ConfigError, also if the port is taken, and DiskError. Any other failure that
     ends the service becomes a RollweaveError.

@@ -357,7 +357,9 @@ class SharedPages:
         return more <= self.budget.serving_most
 
     def _free(self, count: int) -> bool:
-        """Free so many pages, of those that serving does not use."""
+        """Take unused pages from serving until `count` are free. Return whether that
+        many are free then.
+        """
         while self.pages.free < count:
             unused = self.serving.unused()
             if not unused:

@@ -105,8 +105,8 @@ class MethodCodec:
         return arguments
 
     def decode(self, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-        """Decode the arguments of a call. Raises TypeError for those that are not of
-        the annotated types.
+        """Decode the arguments of a call. Raises TypeError for an argument
+        that is not of its annotated type.
         """
         args = [
             self._decoded(raw, self._at(place), f"argument {place}")

@@ -170,7 +170,7 @@ class ClusterConfig(Section):
         None,
         description="Number of hosts that must have joined before the run begins; others may join "
         "later. With launcher ray, also the maximum number of nodes that the run takes; unset: "
-        "all nodes, and the run begins with those that Ray has at the start.",
+        "all nodes, and the run begins with the nodes that Ray has at its start.",
     )
     env: tuple[Variable, ...] = Field(
         (),

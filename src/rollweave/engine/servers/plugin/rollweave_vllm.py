@@ -14,8 +14,8 @@ an export says when its lease ends, an import that is not complete by then has f
 and a server can be told that nothing reads any of its blocks any longer.
 
 vLLM names the versions of a streamed answer in its last part only, since a client may
-count on nothing before. Invariant: the versions in each part are those that vLLM itself
-would name if the answer ended there. A vLLM without these functions streams without
+count on nothing before. Invariant: each part has the versions that vLLM itself would
+name if the answer ended there. A vLLM without these functions streams without
 versions.
 """
 
