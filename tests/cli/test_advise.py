@@ -96,6 +96,7 @@ def test_equal_questions_have_equal_answers(tmp_path: Path) -> None:
     assert " cost " not in first.stdout.splitlines()[1]
 
 
+@pytest.mark.extended
 def test_engines_and_trainer_may_have_different_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ count = 2
 """
 
 
+@pytest.mark.extended
 def test_seeds_without_violations_print_a_line_each_and_exit_with_0() -> None:
     code, text, errors = invoke("simulate", "--faults", "0-1", "--faults", "4")
     assert (code, errors) == (0, [])

@@ -113,6 +113,7 @@ def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateRes
 # Against transformers.
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_tokens_and_logprobs_match_transformers(name: str, tmp_path: Path) -> None:
     kind, changes = KINDS[name]
@@ -667,6 +668,7 @@ def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
 # Deterministic mode.
 
 
+@pytest.mark.extended
 def test_deterministic_results_do_not_depend_on_the_batch(
     model: torch.nn.Module, path: str
 ) -> None:

@@ -88,6 +88,7 @@ def check(model: torch.nn.Module, of: EngineSpec, count: int = 12) -> None:
         assert logprob_error(model, prompt, result) <= TOLERANCE
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_log_probs_are_those_of_a_full_forward_pass(gpu: Gpu, kind: str, tmp_path: Path) -> None:
     """Less KV than all requests need: they are evicted and recomputed, and prefilled in
@@ -130,6 +131,7 @@ def test_shared_prefixes_are_read_where_they_lie(
         assert logprob_error(model, prompt, result) <= TOLERANCE
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("staged", [False, True])
 def test_graphs_stay_valid_across_new_weights(
     gpu: Gpu, path: str, tmp_path: Path, staged: bool

@@ -160,6 +160,7 @@ async def test_migration_does_not_affect_requests_of_either_engine(start: Start)
     assert_same(await asyncio.gather(*running), expected * 2)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 async def test_migrated_trajectory_equals_one_that_stays(

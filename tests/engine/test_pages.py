@@ -180,6 +180,7 @@ def test_two_number_formats_share_the_pages() -> None:
     assert halves[: PAGE // 2].sum() == PAGE
 
 
+@pytest.mark.extended
 def test_a_page_that_is_not_mapped_cannot_be_read() -> None:
     program = f"""
 from rollweave.engine.pages import PagePool

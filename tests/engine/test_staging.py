@@ -190,6 +190,7 @@ def test_a_newer_version_takes_the_place_of_one_that_is_received(
     assert (outcome.of(StageFailed)[0].version, outcome.of(Staged)[0].version) == (1, 2)
 
 
+@pytest.mark.extended
 def test_an_older_staged_version_is_dropped_by_a_newer_load(
     other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:

@@ -31,6 +31,7 @@ def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> st
     return save(model, tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probs_are_those_of_a_full_forward_pass(
     model: torch.nn.Module, path: str, device: str, dtype: str
@@ -92,6 +93,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     return made
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("dtype", mostly_extended(["float32", "bfloat16"], {"float32"}))
 @pytest.mark.parametrize(
     "heads", [{}, {"num_key_value_heads": 4}, {"num_attention_heads": 6}], ids=["2", "1", "3"]

@@ -103,6 +103,7 @@ def scored(trainer: Trainer, result: GenerateResult) -> list[float]:
     return trainer._passes.logprobs([example], [0], temperature=1.0)[0].tolist()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("staged", [False, True], ids=["loaded", "staged"])
 @pytest.mark.parametrize("dtype", mostly_extended(["float32", "bfloat16"], {"float32"}))
 async def test_an_engine_computes_with_the_weights_that_the_trainer_publishes(
@@ -142,6 +143,7 @@ async def sampling(engine: EngineClient) -> None:
             pass
 
 
+@pytest.mark.extended
 async def test_two_engines_generate_while_the_trainer_trains(
     start: Start, path: Path, tmp_path: Path, device: str
 ) -> None:

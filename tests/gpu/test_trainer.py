@@ -57,6 +57,7 @@ def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     return float(torch.cat([(left[name] - right[name]).abs().flatten() for name in left]).mean())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_are_those_of_the_cpu(
     model_dir: Path, tmp_path: Path, device: str, dtype: str

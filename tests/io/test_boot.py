@@ -112,6 +112,7 @@ async def test_child_processes_start_with_default_signals(hostile: None, tmp_pat
     assert not ignored & set(IGNORED)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", NAMES)
 async def test_programs_in_a_sandbox_start_with_default_signals(hostile: None, name: str) -> None:
     async with opened(name) as backend:

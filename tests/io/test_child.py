@@ -43,6 +43,7 @@ def assert_reaped(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.extended
 def test_an_unreferenced_child_ends_with_its_event_loop(tmp_path: Path) -> None:
     async def main() -> int:
         return start(tmp_path).pid

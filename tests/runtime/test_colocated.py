@@ -43,6 +43,7 @@ def resident(pid: int) -> int:
     raise AssertionError("the process is gone")
 
 
+@pytest.mark.extended
 async def test_trainer_and_engine_give_their_memory_back(tmp_path: Path) -> None:
     """The engine begins without any, takes it with the weights, and samples the same
     tokens after it has had none for a while.

@@ -55,6 +55,7 @@ def unwritten(journal: Path) -> None:
     journal.write_bytes(b"\0" * 4096)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("lose", [missing, empty, header_only, unwritten])
 def test_a_run_whose_journal_is_lost_does_not_start_afresh(
     tmp_path: Path, lose: Callable[[Path], None]
@@ -116,6 +117,7 @@ def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> 
         run(make_config(tmp_path, steps=3), resume=True)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", ["service", "simulation"])
 def test_a_service_or_simulation_is_not_resumed_as_training(tmp_path: Path, kind: str) -> None:
     config = make_config(tmp_path, steps=2)
@@ -226,6 +228,7 @@ def test_the_journal_is_synced_before_a_checkpoint_is_written(
     assert (synced[:2], synced[-1], len(synced)) == ([0, 1], 3, 7), synced
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("resume", [False, True])
 def test_an_epoch_of_the_trainer_is_on_the_disk_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool
@@ -337,6 +340,7 @@ def test_a_missing_segment_is_named_and_its_trajectories_counted(tmp_path: Path)
     assert "000000.bin)" in doubt.message
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("content", [None, b"\xff\x00garbage\n" * 9, b"\x07"])
 def test_missing_metrics_are_named(tmp_path: Path, content: bytes | None) -> None:
     config = make_config(tmp_path, steps=2)

@@ -118,7 +118,9 @@ def turns(config: RunConfig) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("relays", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "relays", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.extended)]
+)
 def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays: int) -> None:
     gate = tmp_path / "gate"
     config = make_config(

@@ -243,6 +243,7 @@ def test_the_culprit_is_the_first_foreign_function_that_we_call(stack: list[str]
     assert found.is_async
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", ["Async", "Handler"])
 def test_a_run_reports_what_blocks_it_and_for_how_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

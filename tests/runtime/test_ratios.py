@@ -85,6 +85,7 @@ def test_steps_train_the_nearest_groups(tmp_path: Path) -> None:
     assert_no_processes(config)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("what", ["kill-trainer-2", "fail-measure-2"])
 def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, what: str) -> None:
     config = by_ratio(tmp_path)

@@ -140,6 +140,7 @@ async def running(directory: Path) -> AsyncIterator[Bench]:
     assert replay.differing == 0
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("victim", mostly_extended(range(COUNT), {0, 2}))
 async def test_weights_bypass_a_relay_that_hangs(victim: int, tmp_path: Path) -> None:
     """All others have the weights before it continues; then it fetches them as well, in

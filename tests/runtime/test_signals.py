@@ -54,6 +54,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("sent_signals", [0, 1, 2])
 def test_a_blocked_loop_is_interrupted(sent_signals: int) -> None:
     """The first signal that it does not handle, if that is at least the second one,

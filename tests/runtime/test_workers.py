@@ -51,6 +51,7 @@ def test_attempts_run_in_workers_as_in_the_controller(tmp_path: Path) -> None:
     assert replay(there).differing == 0
 
 
+@pytest.mark.extended
 def test_processes_of_environments_have_logs_by_worker(tmp_path: Path) -> None:
     config = located(tmp_path / "run", task={"isolation": "process"})
     assert run(config).error == ""

@@ -79,6 +79,7 @@ async def test_files_of_any_size_arrive_in_parts(
     assert (await sh(sandbox, "stat -c %a big; ls -A")).split() == ["750", "big", "folder"]
 
 
+@pytest.mark.extended
 @pytest.mark.variants
 async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec())
@@ -244,6 +245,7 @@ async def test_exceeding_wall_time_ends_a_sandbox_with_the_limit_as_reason(
         await sandbox.exec(["sleep", "60"], timeout_s=60.0)
 
 
+@pytest.mark.variants
 @WITHOUT_ZYGOTE
 async def test_exceeding_cpu_time_ends_a_sandbox_with_the_limit_as_reason(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(cpu_s=1.5)))

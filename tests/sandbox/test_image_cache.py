@@ -278,6 +278,7 @@ def killed_at(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
+@pytest.mark.extended
 def test_a_process_killed_at_any_call_leaves_no_part_of_an_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_refuses_a_target_outside_the_image() -> None:
         Recipe(name="a", base="b", copy=(CopyStep(source="x", target="/../y"),))
 
 
+@pytest.mark.extended
 async def test_a_recipe_is_built_in_a_sandbox_and_reused_if_unchanged(tmp_path: Path) -> None:
     needs("bubblewrap")
     base = image(tmp_path)

@@ -73,6 +73,7 @@ async def test_standard_input_and_terminal_are_empty() -> None:
         )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "command",
     [
@@ -282,6 +283,7 @@ async def test_a_command_that_ignores_the_interrupt_is_killed_and_the_shell_surv
         assert (await bash.run("echo $kept")).output == "1\n"
 
 
+@pytest.mark.extended
 async def test_a_shell_that_ignores_the_interrupt_is_restarted() -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
@@ -329,6 +331,7 @@ async def test_a_shell_that_dies_between_commands_is_replaced() -> None:
         assert (result.output, result.exit_code, result.restarted) == ("new\n", 0, True)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "command",
     [

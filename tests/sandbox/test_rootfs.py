@@ -86,6 +86,7 @@ PYTEST = {"pytest", "iniconfig", "packaging", "pluggy", "pygments"}
 """What pytest requires."""
 
 
+@pytest.mark.variants
 async def test_an_editable_install_shows_the_named_packages_alone(isolating: Backend) -> None:
     """The tests run on one. The interpreter works, and imports what is named."""
     sandbox = await isolating.start(SPEC)

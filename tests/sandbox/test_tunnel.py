@@ -194,6 +194,7 @@ except (OSError, http.client.HTTPException):
         assert error.stdout == b"left\n"
 
 
+@pytest.mark.extended
 async def test_a_snapshot_during_a_call_and_a_tunnel_into_the_branch() -> None:
     script = Script(hold=True)
     source = TALK + "print(talk('hi'))"
@@ -390,6 +391,7 @@ async def test_ten_thousand_connections_do_not_block_requests(
     assert len(spy.seen) == 1
 
 
+@pytest.mark.extended
 async def test_a_client_that_does_not_read_delays_no_other(isolated: Sandbox) -> None:
     spy = Spy(answer=b"x" * (8 * MIB))
     async with spied(spy) as service, tunnel(isolated, service) as url:

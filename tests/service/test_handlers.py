@@ -95,12 +95,14 @@ async def test_a_failure_gives_no_reward(
     assert text in result["error"]
 
 
+@pytest.mark.extended
 async def test_excess_output_is_truncated(tmp_path: Path) -> None:
     member = await rollout(tmp_path, fault="flood")
     assert member["stop_reason"] == "finished"
     assert json.loads(member["result"]["result"])["shown"] <= 600
 
 
+@pytest.mark.extended
 @pytest.mark.variants
 @pytest.mark.parametrize("warm", [0, 1])
 async def test_cancelling_a_tool_call_kills_its_process_tree(tmp_path: Path, warm: int) -> None:
@@ -172,6 +174,7 @@ def test_a_run_trains_on_the_rollouts_of_a_handler(tmp_path: Path) -> None:
     assert summary.account.trained == 2 * 2 * 2
 
 
+@pytest.mark.extended
 @pytest.mark.variants
 @pytest.mark.parametrize("scheduling", ["turn", "trajectory"])
 def test_cancelled_calls_keep_the_accounting_balanced(tmp_path: Path, scheduling: str) -> None:

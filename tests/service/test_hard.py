@@ -215,6 +215,7 @@ async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
 # Connections.
 
 
+@pytest.mark.extended
 async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
     tmp_path: Path,
 ) -> None:
@@ -283,6 +284,7 @@ async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path
             assert answer["members"][0]["stop_reason"] == "finished"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("left", ["nothing", "an older one"])
 @pytest.mark.parametrize("done", [True, False])
 async def test_refuses_a_journal_without_its_job_database(
@@ -332,6 +334,7 @@ def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> N
             Serving(service_config(tmp_path, run={"name": "x", "dir": str(place)})).stop()
 
 
+@pytest.mark.extended
 async def test_deletes_segments_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +478,7 @@ def refuse(request: EngineRequest, name: str, failed: OnRetry) -> Generates:
     raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
 
 
+@pytest.mark.extended
 async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}

@@ -46,6 +46,7 @@ async def test_a_program_runs_a_rollout(tmp_path: Path) -> None:
     ] == [["prompt", "output"]] * 2
 
 
+@pytest.mark.extended
 async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(tmp_path: Path) -> None:
     member = await rollout(
         tmp_path,

@@ -229,6 +229,7 @@ async def test_events_contain_every_completion_once(tmp_path: Path) -> None:
         assert seen == {f"e{i}": 1 for i in range(20)}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("stage", ["reset", "step", "score"])
 async def test_a_failing_environment_gives_no_reward(tmp_path: Path, stage: str) -> None:
     config = service_config(
@@ -322,6 +323,7 @@ def test_reports_invalid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             Serving(service_config(tmp_path), **access).stop()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("drain", [True, False])
 async def test_stopping_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain: bool) -> None:
     gate = tmp_path / "gate"
@@ -559,6 +561,7 @@ def test_leaving_ends_the_thread_although_it_is_interrupted(
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.extended
 async def test_a_client_uses_rollouts_of_another_by_id(tmp_path: Path) -> None:
     """One client submits and leaves; another one gets, lists, streams and cancels."""
     gate = tmp_path / "gate"
@@ -640,6 +643,7 @@ async def test_the_events_of_a_rollout_end_with_it(tmp_path: Path) -> None:
         assert answer == {"completions": [], "next": last}  # at once: all of it is done
 
 
+@pytest.mark.extended
 def test_a_client_without_an_event_loop_uses_ids(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with (
@@ -658,6 +662,7 @@ def test_a_client_without_an_event_loop_uses_ids(tmp_path: Path) -> None:
         assert [member.stop_reason for member in rollouts.stream(submitted.id)] == ["finished"] * 2
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("brief_waits")
 async def test_names_the_service_that_does_not_answer(tmp_path: Path, unused_tcp_port: int) -> None:
     unreachable = f"http://127.0.0.1:{unused_tcp_port}"
@@ -709,6 +714,7 @@ async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) ->
         program.terminate()
 
 
+@pytest.mark.extended
 async def test_leaving_the_client_cancels_pending_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def learned(run_config: RunConfig) -> tuple[State, SimMetrics]:
     return world.run().state, metrics
 
 
+@pytest.mark.extended
 @pytest.mark.variants
 @pytest.mark.parametrize("declared", [NEITHER, WRONG])
 def test_domains_move_to_the_gpus_that_suit_them(declared: tuple[str | None, str | None]) -> None:

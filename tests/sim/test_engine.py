@@ -419,6 +419,7 @@ def test_an_aborted_turn_has_sampled_as_in_the_planner(tight: bool) -> None:
     assert len(left) - left.count(0) > 20
 
 
+@pytest.mark.extended
 def test_with_shared_prompts_and_ample_kv_equals_the_planner_exactly() -> None:
     for number in range(80):
         check_exact(

@@ -13,6 +13,7 @@ from rollweave.sim.workload import Recorded, workload
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["simulate.toml", "simulate_trace.toml"])
 def test_an_example_is_simulated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -41,6 +41,7 @@ def test_a_seed_determines_its_report() -> None:
     assert len({report.events for report in reports}) == 3
 
 
+@pytest.mark.extended
 def test_workers_that_come_and_go_are_lost() -> None:
     assert scenario(11).workers.elastic
     assert search(11).faults["worker lost"]
@@ -167,6 +168,7 @@ class Stumbles(Planted):
         return super().handle(now, event)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("core", "words"),
     [

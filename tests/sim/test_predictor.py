@@ -63,6 +63,7 @@ def test_an_answer_arrives_one_latency_after_its_question() -> None:
     assert 0.099 < PREDICTION_S < 0.28
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["ridge", "boosted", "prompt", "history"])
 def test_batched_answers_equal_single_ones(name: str) -> None:
     """Questions arrive at random times, with fits and ends between question and

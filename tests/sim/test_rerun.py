@@ -203,6 +203,7 @@ def test_predictions_hold_against_the_costs_that_the_run_had(
     assert predict(table, chosen).step_s == pytest.approx(truth.step_s, rel=0.25)
 
 
+@pytest.mark.extended
 def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
     table = Reruns(path)
     assert table.itself in table.everything

@@ -12,6 +12,7 @@ from rollweave.sim.traffic import DAY_PEAK, WINDOW_S, drawn, recorded
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
+@pytest.mark.extended
 def test_bursts_are_as_high_as_published_and_the_mean_is_kept() -> None:
     rate, seconds = 100.0, 3 * WINDOW_S
     arrivals = list(itertools.takewhile(lambda one: one.at < seconds, drawn(rate, seed=3)))

@@ -34,6 +34,7 @@ def test_the_same_seed_gives_the_same_journal_to_the_byte(tmp_path: Path) -> Non
     assert journals[0] == journals[1] != journals[2]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("mode", mostly_extended(MODES, {"sync", "partial", "bounded"}))
 def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     outcome = simulate(config(tmp_path, mode=mode))
@@ -105,6 +106,7 @@ class Deaf:
     def best(self, command: c.MarkBest) -> None: ...
 
 
+@pytest.mark.extended
 @pytest.mark.variants
 @pytest.mark.parametrize("mode", mostly_slow([*MODES, "decoupled"], {"partial", "bounded"}))
 def test_rollouts_of_a_lost_controller_continue(mode: str, tmp_path: Path) -> None:

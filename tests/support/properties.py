@@ -20,9 +20,9 @@ def register_profiles() -> None:
     settings.load_profile("dev")
 
 
-FAST_EVENTS = 3
+FAST_EVENTS = 10
 """Events of a random run from one check of all invariants to the next in the fast
-suite, which the checks take half of.
+suite. With a check after every third event, the checks take half of the time.
 """
 
 

@@ -178,6 +178,7 @@ for name, limit in (("c", -1), ("c", 200), ("c", 20000), ("d", -1)):
 """
 
 
+@pytest.mark.extended
 def test_a_failed_write_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     limited = Forked(

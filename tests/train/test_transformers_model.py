@@ -67,6 +67,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", each_architecture())
 def test_a_packed_batch_equals_its_sequences_alone(tmp_path: Path, name: str) -> None:
     path = build(name, tmp_path / name)
@@ -86,6 +87,7 @@ def test_a_packed_batch_equals_its_sequences_alone(tmp_path: Path, name: str) ->
         )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", each_architecture())
 def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name: str) -> None:
     """Published, exported and restored, it has the tensors of the checkpoint that it

@@ -330,6 +330,7 @@ def without_room(*arguments: str, namespace: bool) -> str:
     return done.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(
     not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
 )

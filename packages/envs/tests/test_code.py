@@ -31,6 +31,7 @@ def block(program: str) -> str:
 # --- the tasks ---
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_sound(family: str) -> None:
     for number in range(30):

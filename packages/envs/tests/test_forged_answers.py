@@ -141,6 +141,7 @@ os._exit(0)
 """Programs that solve nothing, by what they try. The right output is never 0 lines."""
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("attack", mostly_slow(CODE, {"writes replies", "looks for the answers"}))
 async def test_no_program_forges_its_verdict(attack: str) -> None:
     handler = Code(cases=2, timeout_s=3.0, partial=False)
@@ -174,6 +175,7 @@ async def by_running(outcome: Outcome) -> float:
     return right / 2
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "attack", mostly_slow([*CODE, "a correct program"], {"leaves modules", "a correct program"})
 )
@@ -257,6 +259,7 @@ for at, folders, names in os.walk("/"):
 """Code at the end of the broken module, by what it tries."""
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("attack", mostly_slow(SWE, {"writes notes", "looks for the answers"}))
 async def test_no_code_forges_the_notes_of_tests(attack: str) -> None:
     code = SWE[attack].replace("NAMES", repr(list(BUG.fails)))

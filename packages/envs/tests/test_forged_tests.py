@@ -433,6 +433,7 @@ async def scored(files: dict[str, str], options: dict[str, Any]) -> tuple[Score 
 FAST = {"conftest", "code: exits", "code: hooks", "pyproject.toml"}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("attack", mostly_slow(ATTACKS, FAST))
 async def test_no_attack_earns_a_reward(attack: str, options: dict[str, Any]) -> None:
     score, result = await scored(ATTACKS[attack], options)
@@ -440,6 +441,7 @@ async def test_no_attack_earns_a_reward(attack: str, options: dict[str, Any]) ->
     assert not any(result["FAIL_TO_PASS"].values()), result
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("attack", mostly_slow(EARLY, {"rewriting", "module"}))
 async def test_tests_run_as_they_were_before_other_code(
     attack: str, options: dict[str, Any]
@@ -465,6 +467,7 @@ def imported_early(options: dict[str, Any], *, with_helper: bool) -> None:
         instances.write_text(json.dumps(instance))
 
 
+@pytest.mark.extended
 async def test_the_mended_code_earns_the_reward(options: dict[str, Any]) -> None:
     """The settings of the base, which the tests need, have their effect; an agent's
     have none; other parts of a shared file are the agent's.

@@ -131,6 +131,7 @@ def test_a_reader_of_the_articles_finds_the_answer(
         )
 
 
+@pytest.mark.extended
 def test_answers_are_readable_and_differ() -> None:
     drawn = [question(world(seed), random.Random(seed)) for seed in range(200)]
     for each in drawn:

@@ -120,6 +120,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.extended
 async def test_exceeding_the_limits_is_the_agents_failure() -> None:
     handler, agent = MathTool(), Scripted([calls(("ipython", {"code": EATERS})), r"\boxed{16}"])
     async with sandboxes() as boxes:

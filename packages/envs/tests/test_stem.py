@@ -99,6 +99,7 @@ async def test_the_same_with_calls_in_text() -> None:
         assert await attempt(Stem(calls="text"), task, Scripted(policy), boxes) == RIGHT
 
 
+@pytest.mark.extended
 async def test_wrong_and_missing_answers() -> None:
     task = new_task(question="?", answer="100", world=1)
     scores = {

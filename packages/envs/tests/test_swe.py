@@ -123,6 +123,7 @@ def test_every_bug_fails_exactly_its_listed_tests(repo: str, tmp_path: Path) -> 
     assert all(bug.fails for bug in of_repo.values())
 
 
+@pytest.mark.extended
 @pytest.mark.variants
 @pytest.mark.parametrize("repo", repos())
 async def test_probes_agree_with_unittest(repo: str) -> None:
@@ -232,6 +233,7 @@ async def test_a_regression_is_no_success() -> None:
     assert not all(result["PASS_TO_PASS"].values())
 
 
+@pytest.mark.extended
 async def test_partial_reward() -> None:
     # every share is right but for amounts that do not divide by the number of shares
     half = shell(f"sed -i 's/(1 if number <= rest else 0)/0/' {EDIT.path}")
@@ -342,6 +344,7 @@ async def test_an_overflowing_sandbox_is_the_agents_failure() -> None:
         await handler.close()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "command",
     ["chmod 000 .", "rm -rf $PWD", "cd / && rm -rf $OLDPWD && echo > $OLDPWD", "chmod 000 /"],

@@ -227,6 +227,7 @@ async def test_changes_before_a_limit_count(repository: Path, tmp_path: Path) ->
     assert score.success
 
 
+@pytest.mark.extended
 async def test_a_command_of_the_users(repository: Path, tmp_path: Path) -> None:
     names = ["adds", "divides"]
     script = "import calc; print('PASSED adds' if calc.total([1, 2]) == 3 else 'FAILED adds - no')"
@@ -243,6 +244,7 @@ async def test_a_command_of_the_users(repository: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.extended
 async def test_tests_that_cannot_run_give_no_reward(repository: Path, tmp_path: Path) -> None:
     options = written(tmp_path, record(repository)) | {"test": ["python", "-m", "no_pytest"]}
     with pytest.raises(RewardError, match=r"jsonl:1: options.test must .* No module named"):

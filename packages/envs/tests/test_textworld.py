@@ -83,6 +83,7 @@ def test_a_lost_game_is_no_success(kind: Any, tmp_path: Path) -> None:
     assert (end.reward, end.done, end.success) == (0.0, True, False)
 
 
+@pytest.mark.extended
 def test_each_split_has_games_of_its_own(kind: Any, tmp_path: Path) -> None:
     """Every game of a split is drawn once in an epoch; a new game moves no other."""
 

@@ -65,6 +65,7 @@ def test_throughput_counts_sampled_tokens_of_the_entire_cluster() -> None:
     assert 500 < mean < 40_960  # tokens of a response
 
 
+@pytest.mark.extended
 def test_a_rollout_does_not_depend_on_the_idle_time_before_it() -> None:
     """New weights do not reach all engines at once, and earlier requests would go to
     the first one.
@@ -73,6 +74,7 @@ def test_a_rollout_does_not_depend_on_the_idle_time_before_it() -> None:
     assert rollout(SMALL).seconds == pytest.approx(delayed.seconds, rel=0.01)
 
 
+@pytest.mark.extended
 def test_the_core_decides_the_workers_within_the_same_gpus() -> None:
     measured = rollout(SMALL.but(system=OURS, adaptive=True))
     workers = [tuple(map(int, group.split("×"))) for group in measured.fleet.split(", ")]

@@ -91,6 +91,7 @@ def test_annealing_is_never_faster(
     check_allocation(allocation, lengths, gpus, cost)
 
 
+@pytest.mark.extended
 def test_annealing_is_deterministic_and_near_the_optimum_of_its_order() -> None:
     """Long trajectories want high degrees: from any start annealing comes near, with
     the paper's program or ours inside.

@@ -61,6 +61,7 @@ def test_history_remembers_the_members_of_an_earlier_epoch() -> None:
         assert one.tokens not in (0, one.recalled.sibling_mean)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("task", mostly_slow(TASKS, {"coding"}))
 def test_later_predictions_are_better(task: str) -> None:
     measured = quality(task, SMALL)

@@ -82,6 +82,7 @@ def test_several_processes_give_the_results_of_one() -> None:
     assert all(one_process.values())
 
 
+@pytest.mark.extended
 def test_a_dying_process_fails_one_experiment() -> None:
     """The first experiment is unknown to a worker, which is a bug that kills it;
     another worker continues.

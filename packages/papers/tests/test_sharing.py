@@ -79,6 +79,7 @@ def test_a_trace_says_how_many_spot_instances_there_are(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.extended
 def test_drawn_spot_instances_are_there_for_their_share_of_the_time() -> None:
     reports = Reports(on_demand("spot", engines=60))
     reports.until(40 * UP_S)
@@ -118,6 +119,7 @@ def test_all_serverless_engines_end_with_their_lease_and_others_begin(
     assert not any(line["retried"] or line["dropped"] for line in lines), "no attempt is lost"
 
 
+@pytest.mark.extended
 def test_a_run_with_spot_instances_is_faster_than_without() -> None:
     alone, spot = (
         simulate(longer(config(most=0))),

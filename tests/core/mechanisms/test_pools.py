@@ -76,6 +76,7 @@ def test_domains_whose_pool_has_engines_use_no_others(placement: str) -> None:
     assert world.elsewhere == 0
 
 
+@pytest.mark.extended
 def test_a_partition_is_planned_for_each_pool() -> None:
     world = PooledWorld(pooled(placement="partition gain", steps=12), seed=1)
     world.start()

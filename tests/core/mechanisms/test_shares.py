@@ -87,6 +87,7 @@ def test_what_a_busy_pool_does_not_take_is_divided_well_too() -> None:
     assert assignment.shares == {"only": {"p": 1.0}, "x": {"r": 1.0}, "y": {"q": 1.0}}
 
 
+@pytest.mark.extended
 def test_twelve_domains_on_four_pools() -> None:
     pools = ["p", "q", "r", "s"]
     seconds = {

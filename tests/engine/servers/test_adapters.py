@@ -104,6 +104,7 @@ def test_a_model_that_is_gone_is_an_error_of_the_version(tmp_path: Path) -> None
         AdapterMerger(model, shape, scale=SCALE).merged(given.manifest, tmp_path)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_model_that_only_transformers_computes_is_that_of_the_export(
     tmp_path: Path, name: str

@@ -30,6 +30,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights(tmp_path_factory.mktemp("weights"))
 
 
+@pytest.mark.extended
 async def test_updates_are_exact_and_refused_ones_leave_the_old_weights(
     weights: Weights, tmp_path: Path
 ) -> None:

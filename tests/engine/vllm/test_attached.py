@@ -74,6 +74,7 @@ def port(weights: Weights) -> Iterator[int]:
         yield port
 
 
+@pytest.mark.extended
 async def test_updates_are_exact_and_the_next_engine_begins_with_the_model(
     weights: Weights, port: int, tmp_path: Path
 ) -> None:

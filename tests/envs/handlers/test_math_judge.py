@@ -72,6 +72,7 @@ async def test_an_event_loop_does_not_wait_for_the_judge() -> None:
     assert [verdict.equal for verdict in verdicts] == [False, False, False, True, False, False]
 
 
+@pytest.mark.extended
 def test_limits_of_processor_time() -> None:
     program = (
         "from rollweave.envs.handlers import math_worker as worker\n"

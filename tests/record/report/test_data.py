@@ -17,6 +17,7 @@ def run(tmp_path: Path) -> RunDir:
     return write_run(tmp_path / "made-up", steps=3)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "rubbish",
     [

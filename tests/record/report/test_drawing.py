@@ -76,6 +76,7 @@ def test_bins_hold_all_the_time_of_all_spans(drawn_spans: list[TraceSpan], bins:
         assert value == pytest.approx(covered / (end / bins), abs=1e-6)
 
 
+@pytest.mark.extended
 def test_close_up_is_in_the_middle_of_training_and_bounded() -> None:
     training = [
         TraceSpan(TRAINER, 1, f"train {step}.0", float(step), step + 0.5) for step in range(100)

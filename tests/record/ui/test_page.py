@@ -114,6 +114,7 @@ async def test_a_run_under_way_changes_as_it_writes(page: Page, runs: Path) -> N
     page.errors.clear()  # the browser logs the status 404
 
 
+@pytest.mark.extended
 async def test_damaged_runs_are_one_line_each(page: Page, runs: Path) -> None:
     (runs / "made-up" / "summary.json").write_bytes(b"{")
     (segment,) = (runs / "made-up" / "trajectories").glob("*.bin")

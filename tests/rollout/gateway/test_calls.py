@@ -131,6 +131,7 @@ def valid(name: str, arguments: str | dict[str, Any]) -> bool:
     return set(value) <= set(SCHEMAS[name]["properties"])
 
 
+@pytest.mark.extended
 async def test_every_answer_is_a_call_in_every_api(tmp_path: Path) -> None:
     """All of it is sampled, with the log-probs of the model's full distribution."""
     directory = checkpoint(tmp_path)
@@ -195,6 +196,7 @@ class Move(pydantic.BaseModel):
     hard: bool
 
 
+@pytest.mark.extended
 async def test_every_answer_has_its_form_in_every_api(tmp_path: Path) -> None:
     """The recorded log-probs are those of the model, not of what the form left."""
     directory, go = checkpoint(tmp_path), {"role": "user", "content": "go"}

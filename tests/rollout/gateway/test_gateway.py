@@ -25,7 +25,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
-from rollweave.rollout.gateway import answering
+from rollweave.rollout.gateway import answering, fields
 from rollweave.rollout.gateway.answering import MAX_BODY
 from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import Chat, parse_chat
@@ -681,15 +681,15 @@ json_values = st.recursive(
 @given(st.data())
 def test_refuses_unsupported_fields_with_an_effect(data: st.DataObject) -> None:
     name = data.draw(
-        st.sampled_from(sorted(set(NEUTRAL) - HONORED))
+        st.sampled_from(sorted(set(fields.NEUTRAL) - HONORED))
         | st.text(min_size=1).filter(lambda name: name not in HONORED)
     )
-    value = data.draw(st.sampled_from([*NEUTRAL.get(name, ()), None]) | json_values)
+    value = data.draw(st.sampled_from([*fields.NEUTRAL.get(name, ()), None]) | json_values)
     body = json.dumps(ask() | {name: value}).encode(errors="ignore")
-    same = [value is None, name in WITHOUT_EFFECT]
+    same = [value is None, name in fields.WITHOUT_EFFECT]
     same += [
         value == each and isinstance(value, bool) is isinstance(each, bool)
-        for each in NEUTRAL.get(name, ())
+        for each in fields.NEUTRAL.get(name, ())
     ]
     if any(same):
         assert parse_chat(body) == parse_chat(json.dumps(ask()).encode())

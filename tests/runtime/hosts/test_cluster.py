@@ -179,6 +179,7 @@ def test_the_loss_of_the_last_host_ends_the_run_with_its_reason(
     assert_no_processes(config)
 
 
+@pytest.mark.extended
 def test_a_resumed_controller_finds_its_hosts(tmp_path: Path, agents: Agents) -> None:
     config = config_of(tmp_path, agents, steps=30)
     agents.start("a", "b")

@@ -53,6 +53,7 @@ def takes(commands: Sequence[Command], publication_id: int) -> list[tuple[str, s
     return [(one.relay_id, one.source) for one in fetches]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("mode", ["sync", "bounded", "decoupled"])
 def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str) -> None:
     config = with_relays(tmp_path, relays=2, engines=3, rollout={"mode": mode})
@@ -72,6 +73,7 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
     assert_no_processes(config)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("lost", ["r0", "r1", "r2"])
 def test_a_relay_that_dies_during_a_fetch_delays_no_other(tmp_path: Path, lost: str) -> None:
     config = with_relays(tmp_path, relays=3, engines=3, rollout={"mode": "sync"})
@@ -121,6 +123,7 @@ def test_a_relay_that_never_starts_removes_its_host(tmp_path: Path) -> None:
     assert_no_processes(config)
 
 
+@pytest.mark.extended
 def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
     config = with_relays(tmp_path, steps=2, rollout={"mode": "sync"})
     assert run(config).error == ""

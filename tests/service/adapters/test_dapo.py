@@ -174,6 +174,7 @@ async def test_replaces_failed_members_and_groups(tmp_path: Path) -> None:
             assert batches.account.failed > 0
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

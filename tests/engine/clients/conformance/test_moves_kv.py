@@ -11,6 +11,7 @@ from tests.engine.clients.conformance.backends import KINDS, QUICK, SERVERS, Con
 from tests.support.echo_engine import DEAF, kv_manifest
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_next_turn_hits_migrated_kv(connect: Connect, kind: str, over: KvTransport) -> None:
