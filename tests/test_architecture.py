@@ -1,5 +1,5 @@
-"""The shape of the code: packages import downward, no two modules import each other in
-a circle, and functions stay short.
+"""The shape of the code: no two modules import each other in a circle, and functions
+stay short. Contracts in pyproject.toml say which packages import which.
 """
 
 import ast
@@ -7,7 +7,6 @@ import functools
 import graphlib
 import re
 import runpy
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -31,20 +30,8 @@ FRAGMENT = re.compile(
 """The beginning of a docstring that continues a name, and is no sentence."""
 
 
-@pytest.fixture(scope="module")
-def graph() -> grimp.ImportGraph:
-    return grimp.build_graph("rollweave", cache_dir=None)
-
-
-def layers() -> list[set[str]]:
-    """The packages in the order of pyproject's contract, the highest layer first."""
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    (contract,) = [one for one in contracts if one["type"] == "layers" and "containers" not in one]
-    return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
-
-
-def test_no_modules_import_each_other_in_a_circle(graph: grimp.ImportGraph) -> None:
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = grimp.build_graph("rollweave", cache_dir=None)
     assert (
         circles({name: graph.find_modules_directly_imported_by(name) for name in graph.modules})
         == []
@@ -65,23 +52,6 @@ def circles(imports: Mapping[str, Collection[str]]) -> list[set[str]]:
     return []
 
 
-def test_every_package_has_a_layer(graph: grimp.ImportGraph) -> None:
-    packages = {name for name in graph.find_children("rollweave") if graph.find_children(name)}
-    assert packages == {name for layer in layers() for name in layer}
-
-
-def test_packages_import_downward(graph: grimp.ImportGraph) -> None:
-    depth = {name: number for number, layer in enumerate(layers()) for name in layer}
-    upward = [
-        f"{importer} → {imported}"
-        for importer in sorted(graph.modules)
-        for imported in sorted(graph.find_modules_directly_imported_by(importer))
-        for above, below in [(package(imported), package(importer))]
-        if above != below and above in depth and below in depth and depth[above] <= depth[below]
-    ]
-    assert upward == []
-
-
 @pytest.mark.parametrize(
     ("name", "parent"), [("packages", "rollweave"), ("core", "rollweave.core")]
 )
@@ -95,10 +65,6 @@ def test_a_figure_of_imports_shows_all_of_them(name: str, parent: str) -> None:
 
 def without_widths(figure: str) -> str:
     return re.sub(r'stroke-width="[0-9.]+"', "", figure)
-
-
-def package(module: str) -> str:
-    return ".".join(module.split(".")[:2])
 
 
 class Contents(NamedTuple):
