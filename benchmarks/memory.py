@@ -145,7 +145,7 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
     watch = _Watch()
     with scratch_folder() as run:
         (run / "weights").mkdir()
-        trainer = Trainer(config, path, run)
+        trainer = Trainer(config, path)
         trainer.handle(Publish(version=0, publication_id=0, keep=(0,)))
         for step in range(2):
             batch = random_batch(step, vocab=shape.vocab, length=micro, groups=1, members=MEMBERS)

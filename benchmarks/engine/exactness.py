@@ -153,7 +153,7 @@ def worst_logprob(model: Any, subject: ModelCase, spec: EngineSpec, scratch: Pat
         if before < 2 * REQUESTS <= decoded:
             engine.post(Abort(id=requests[0].id), Suspend())
 
-    with Harness(tight, watch=interfere) as engine, closing(Publisher(scratch)) as publisher:
+    with Harness(tight, watch=interfere) as engine, closing(Publisher()) as publisher:
         engine.post(Suspend(), *(Add(request=request) for request in requests), Resume())
         engine.expect(Suspended)  # the one before they came
         engine.expect(Suspended)

@@ -89,7 +89,7 @@ class Device:
 
     def _trainer(self) -> Trainer:
         self._trained = 0
-        return Trainer(self._config(), self._path, self._scratch)
+        return Trainer(self._config(), self._path)
 
     def _step(self, trainer: Trainer) -> int:
         """Train on a batch; return its tokens."""

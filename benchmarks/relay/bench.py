@@ -100,9 +100,7 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
     if not net.why_not:
         net.limit(plan.mbits)
     figures: dict[str, Figure] = {}
-    with publish(
-        payload(plan.nbytes, TENSORS), version=1, publication_id=1, directory=logs
-    ) as publication:
+    with publish(payload(plan.nbytes, TENSORS), version=1, publication_id=1) as publication:
         figures |= await _broadcasts(plan, net, logs, publication.manifest, progress)
         figures |= await _repairs(plan, net, logs, publication.manifest, progress)
     if net.why_not:
@@ -131,9 +129,7 @@ async def _broadcasts(
     try:
         async with tier(net, range(largest), logs) as relays:
             await gloo.ready()
-            small = publish(
-                payload(plan.nbytes // 4, TENSORS), version=1, publication_id=1, directory=logs
-            )
+            small = publish(payload(plan.nbytes // 4, TENSORS), version=1, publication_id=1)
             async with tier(net, range(2), logs) as others:
                 with small:
                     both = [(others, small.manifest), (relays, manifest)]

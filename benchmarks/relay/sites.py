@@ -137,7 +137,7 @@ def pair_of(versions: Versions, directory: Path) -> Iterator[Pair]:
 def published(bits: Array, directory: Path) -> Publication:
     """Publish these elements of bfloat16 in memory."""
     tensor = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-    return publish({"weights": tensor}, version=1, publication_id=1, directory=directory)
+    return publish({"weights": tensor}, version=1, publication_id=1)
 
 
 def figures(

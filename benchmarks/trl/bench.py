@@ -159,7 +159,7 @@ def build_initial(config: RunConfig, directory: Path) -> Path:
         words=source.words(),
         seed=config.run.seed,
     )
-    trainer = Trainer(config, random, directory)
+    trainer = Trainer(config, random)
     codec = ChatCodec.from_directory(random)
     trainer.warm_up(
         tokenize_transcript(codec, messages)

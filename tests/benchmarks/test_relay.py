@@ -208,7 +208,7 @@ def test_nothing_outlives_a_killed_bench(number: signal.Signals, tmp_path: Path)
 async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: Path) -> None:
     with (
         Network(3, loopback=True) as net,
-        publish(payload(4 << 20, 2), version=1, publication_id=1, directory=tmp_path) as whole,
+        publish(payload(4 << 20, 2), version=1, publication_id=1) as whole,
     ):
         measured = await repaired(
             net, whole.manifest, tmp_path, relays=3, victim=victim, fault=fault
@@ -221,7 +221,7 @@ async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: P
 async def test_a_relay_that_is_cut_off_is_bypassed(tmp_path: Path) -> None:
     with (
         namespaces(4) as net,
-        publish(payload(4 << 20, 2), version=1, publication_id=1, directory=tmp_path) as whole,
+        publish(payload(4 << 20, 2), version=1, publication_id=1) as whole,
     ):
         net.limit(100.0)
         measured = await repaired(net, whole.manifest, tmp_path, relays=4, victim=1, fault="cut")

@@ -47,7 +47,7 @@ def path(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    made = Publisher(tmp_path, keep=9)
+    made = Publisher(keep=9)
     yield made
     made.close()
 

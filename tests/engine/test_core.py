@@ -95,7 +95,7 @@ def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    with_memory = Publisher(tmp_path, keep=8)
+    with_memory = Publisher(keep=8)
     yield with_memory
     with_memory.close()
 

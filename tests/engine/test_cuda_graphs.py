@@ -138,7 +138,7 @@ def test_graphs_stay_valid_across_new_weights(
 ) -> None:
     """New weights are copied to the place of the former ones."""
     new = build("qwen3", seed=1)
-    publisher = Publisher(tmp_path, keep=2)
+    publisher = Publisher(keep=2)
     manifest = publisher.publish(new.state_dict(), version=1, publication_id=1)
     load = (Suspend(), Load(manifest=manifest), Resume())
     outcome = drive(
@@ -164,7 +164,7 @@ def test_graphs_stay_valid_across_new_weights(
 def test_graphs_are_dropped_with_the_memory(gpu: Gpu, path: str, tmp_path: Path) -> None:
     """An engine that began without memory, and gives it back once."""
     new = build("qwen3", seed=1)
-    publisher = Publisher(tmp_path, keep=2)
+    publisher = Publisher(keep=2)
     manifest = publisher.publish(new.state_dict(), version=1, publication_id=1)
     outcome = drive(
         spec(path, released=True),

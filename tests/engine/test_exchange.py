@@ -30,6 +30,7 @@ from rollweave.schema.serving import (
     KvPort,
     KvTransport,
 )
+from rollweave.weights.memory import seal
 from rollweave.weights.publication import Publisher
 from tests.support.engines import engine_in_thread
 from tests.support.tiny_models import build, request, save, spec
@@ -56,7 +57,7 @@ def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    with_memory = Publisher(tmp_path, keep=8)
+    with_memory = Publisher(keep=8)
     yield with_memory
     with_memory.close()
 
@@ -405,8 +406,9 @@ async def test_a_model_of_the_same_shape_and_other_weights_is_another(
 @contextmanager
 def elsewhere(manifest: KvManifest, content: bytes) -> Iterator[KvManifest]:
     """The manifest with this content in other memory."""
-    fd = os.memfd_create("other")
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.write(fd, content)
+    seal(fd)
     yield msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}"))
     os.close(fd)
 

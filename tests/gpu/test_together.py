@@ -85,7 +85,7 @@ def new_trainer(
 ) -> Trainer:
     made = make_config(trainer={"lr": 1e-2, "colocated": colocated}, kl=0.1)
     model = made.model.model_copy(update={"device": device, "dtype": dtype})
-    return Trainer(made.model_copy(update={"model": model}), path, directory)
+    return Trainer(made.model_copy(update={"model": model}), path)
 
 
 def published(trainer: Trainer, *, release: bool = False) -> WeightManifest:

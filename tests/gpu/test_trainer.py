@@ -62,8 +62,8 @@ def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
 def test_steps_are_those_of_the_cpu(
     model_dir: Path, tmp_path: Path, device: str, dtype: str
 ) -> None:
-    own = Trainer(config(device, dtype), model_dir, tmp_path / "own")
-    reference = Trainer(config("cpu"), model_dir, tmp_path / "reference")
+    own = Trainer(config(device, dtype), model_dir)
+    reference = Trainer(config("cpu"), model_dir)
     tolerance = 1e-3 if dtype == "float32" else 0.1
     before = weights_of(reference)
     for step in range(STEPS):
@@ -84,11 +84,11 @@ def test_steps_are_those_of_the_cpu(
 def test_a_restored_trainer_continues_as_the_first(
     model_dir: Path, tmp_path: Path, device: str
 ) -> None:
-    first = Trainer(config(device, epochs=2), model_dir, tmp_path / "first")
+    first = Trainer(config(device, epochs=2), model_dir)
     trained(first, make_batch(0))
     reply = first.handle(Save(path=str(tmp_path / "checkpoint")))
     assert isinstance(reply, Saved), reply
-    second = Trainer(config(device, epochs=2), model_dir, tmp_path / "second")
+    second = Trainer(config(device, epochs=2), model_dir)
     assert isinstance(second.handle(Restore(path=str(tmp_path / "checkpoint"))), Restored)
     batch = make_batch(1, step=1)
     values, expected = trained(second, batch), trained(first, batch)
@@ -109,7 +109,7 @@ def test_a_step_takes_no_more_memory_than_estimated(tmp_path: Path, dtype: str) 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    trainer = Trainer(run, path, tmp_path / "run")
+    trainer = Trainer(run, path)
     for step in range(2):
         trained(trainer, make_batch(step, step=step))
     trainer.close()

@@ -75,9 +75,7 @@ class Weights:
     def published(self, number: int, *, without: str = "") -> WeightManifest:
         tensors = dict(read_tensors_of(self.checkpoint(number)))
         tensors.pop(without, None)
-        self._open.append(
-            publish(tensors, version=number, publication_id=number, directory=self._directory)
-        )
+        self._open.append(publish(tensors, version=number, publication_id=number))
         return self._open[-1].manifest
 
     def adapters(self, number: int) -> WeightManifest:
@@ -93,9 +91,7 @@ class Weights:
             base[f"{layer}.weight"] = base[f"{layer}.weight"] + SCALE * b @ a
         shutil.copytree(self.model, path)
         save_file(base, path / "model.safetensors", metadata={"format": "pt"})
-        self._open.append(
-            publish(adapters, version=number, publication_id=number, directory=self._directory)
-        )
+        self._open.append(publish(adapters, version=number, publication_id=number))
         return self._open[-1].manifest
 
     async def continued(self, number: int, request: GenerateRequest) -> GenerateResult:

@@ -394,9 +394,7 @@ class Server:
 
         tensors = await asyncio.to_thread(tensors_of, directory)
         version = int(label)
-        with publish(
-            tensors, version=version, publication_id=version, directory=self.folder
-        ) as publication:
+        with publish(tensors, version=version, publication_id=version) as publication:
             await self.engine.load(publication.manifest)
 
     async def weights_checker(self, request: web.Request) -> web.Response:

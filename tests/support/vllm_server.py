@@ -185,9 +185,7 @@ class VllmApp:
         assert self.checked is not None, "nothing was checked"
         tensors = mapped(self.checked)
         self.loads += 1
-        with publish(
-            tensors, version=self.loads, publication_id=self.loads, directory=self.folder
-        ) as publication:
+        with publish(tensors, version=self.loads, publication_id=self.loads) as publication:
             await self.engine.load(publication.manifest)
 
     async def _generate(self, body: dict[str, Any]) -> Answer:

@@ -41,13 +41,11 @@ class Memory:
         *,
         publication_id: int,
         tensors: tuple[TensorMeta, ...],
-        sealed: bool = True,
     ) -> None:
         self.payload = payload
         self.fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(self.fd, payload)
-        if sealed:
-            seal(self.fd)
+        seal(self.fd)
         self.manifest = WeightManifest(
             version=publication_id,
             publication_id=publication_id,

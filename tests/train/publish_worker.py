@@ -35,7 +35,7 @@ class Rank:
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
         )
-        self.trainer = Trainer(config, model_dir, out, ranks=ranks)
+        self.trainer = Trainer(config, model_dir, ranks=ranks)
         self.train(0)
 
     def train(self, step: int) -> None:

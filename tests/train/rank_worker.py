@@ -76,7 +76,7 @@ def run(
             "trainer": settings["trainer"] | divided,  # type: ignore[operator]
         }
     config = make_config(**settings)  # type: ignore[arg-type]
-    trainer = Trainer(config, model_dir, out, ranks=ranks)
+    trainer = Trainer(config, model_dir, ranks=ranks)
     envs = ("none", *CASES[case].get("own", ()))  # type: ignore[misc]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
     assert isinstance(refused, TrainFailed)

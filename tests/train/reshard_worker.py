@@ -40,7 +40,7 @@ def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup
     the result to `out/trained`.
     """
     check_load(model_dir, ranks)
-    trainer = Trainer(make_config(**SAVING), model_dir, out, ranks=ranks)  # type: ignore[arg-type]
+    trainer = Trainer(make_config(**SAVING), model_dir, ranks=ranks)  # type: ignore[arg-type]
     if checkpoint is not None:
         restored = trainer.handle(Restore(path=str(checkpoint)))
         assert isinstance(restored, Restored), restored

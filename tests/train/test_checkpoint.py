@@ -123,7 +123,7 @@ def test_replaces_a_checkpoint_and_keeps_unrelated_files(tmp_path: Path) -> None
 def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_config(), model_dir, tmp_path)
+    trainer = Trainer(make_config(), model_dir)
     save_to(trainer, tmp_path / "c")
     trainer.handle(TrainOn(batch=make_batch()))
     file = tmp_path / "c" / "optimizer.safetensors"
@@ -132,7 +132,7 @@ def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
     assert "damaged" in reply.error
     assert trainer.step == 1
     other = make_model(tmp_path / "other", hidden=64)
-    save_to(Trainer(make_config(), other, tmp_path), tmp_path / "o")
+    save_to(Trainer(make_config(), other), tmp_path / "o")
     reply = refused(trainer, Restore(path=str(tmp_path / "o")))
     assert "shape" in reply.error
     trained(trainer, make_batch(1, step=1))
@@ -143,7 +143,7 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
     (source / "additional_chat_templates").mkdir()
     for name in ("default", "rag"):
         (source / "additional_chat_templates" / f"{name}.jinja").write_text(CHATML)
-    trainer = Trainer(make_config(), source, tmp_path)
+    trainer = Trainer(make_config(), source)
     trainer.handle(TrainOn(batch=make_batch()))
     save_to(trainer, tmp_path / "c", export=True)
     exported = tmp_path / "c" / "hf"
@@ -156,7 +156,7 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
     assert after(text).input_ids == before(text).input_ids
     assert after.chat_template == before.chat_template == dict.fromkeys(("default", "rag"), CHATML)
     assert tokenizer_files(exported) == tokenizer_files(source)
-    again = Trainer(make_config(), exported, tmp_path)  # it can be trained further
+    again = Trainer(make_config(), exported)  # it can be trained further
     assert again.step == 0
     (exported / "model.safetensors").write_bytes(b"")
     assert isinstance(trainer.handle(Restore(path=str(tmp_path / "c"))), TrainFailed)
@@ -212,7 +212,7 @@ def test_a_full_disk_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path
     if mounted.returncode:
         pytest.skip("mounting a file system is not permitted here")
     try:
-        trainer = Trainer(make_config(), model_dir, tmp_path)
+        trainer = Trainer(make_config(), model_dir)
         save_to(trainer, disk / "c")
         trained(
             trainer, make_batch()
@@ -241,7 +241,7 @@ def test_a_checkpoint_has_the_bits_that_were_published(tmp_path: Path, dtype: st
     """This includes the publication of a trainer restored from it."""
     plain, directory = make_config(), make_model(tmp_path / "m")
     config = changed(plain, "model", dtype=dtype)
-    trainer = Trainer(config, directory, tmp_path / "run")
+    trainer = Trainer(config, directory)
     trained(trainer, make_batch())
     first = trainer.handle(Publish(version=1, publication_id=7))
     assert isinstance(first, Published)

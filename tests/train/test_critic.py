@@ -116,7 +116,7 @@ def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None
             implementation=implementation,
             trainer={"minibatches": 2, "epochs": 2, "save_memory": ["activations"]},
         )
-        trainer = Trainer(config, path, tmp_path / implementation)
+        trainer = Trainer(config, path)
         steps.append([trained(trainer, make_batch(step, step=step)) for step in range(3)])
         critic = critic_of(trainer)
         weights = weights or critic.state.tensors()
@@ -139,7 +139,7 @@ def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None
 def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantage: str) -> None:
     """Trained on one batch again and again, it explains the returns ever better."""
     config = make_config(advantage=advantage, steps=60, trainer={"lr": 3e-3, "epochs": 2})
-    trainer = Trainer(config, model_dir, tmp_path)
+    trainer = Trainer(config, model_dir)
     explained, losses = [], []
     for step in range(25):
         batch = msgspec.structs.replace(make_batch(7), step=step, version=step)
@@ -156,7 +156,7 @@ def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantag
 def test_a_minibatch_is_half_the_mean_squared_error(model_dir: Path, tmp_path: Path) -> None:
     """Before its first step every value is 0, so that a return is a reward-to-go."""
     config = make_config(advantage="gae", trainer={"micro_tokens": 30})
-    trainer = Trainer(config, model_dir, tmp_path)
+    trainer = Trainer(config, model_dir)
     batch = make_batch(2)
     values = trained(trainer, batch)
     squares = []
@@ -172,7 +172,7 @@ def test_a_minibatch_is_half_the_mean_squared_error(model_dir: Path, tmp_path: P
 
 def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path) -> None:
     config = make_config(advantage="grpo", own={"other": {"advantage": "gae_turn"}})
-    trainer = Trainer(config, model_dir, tmp_path)
+    trainer = Trainer(config, model_dir)
     assert "critic_loss" not in trained(trainer, make_batch(0))
     before = critic_of(trainer).state.tensors()
     assert "critic_loss" in trained(trainer, make_batch(1, step=1, envs=("none", "other")))
@@ -188,12 +188,12 @@ def test_a_restored_trainer_continues_bitwise(
     config = make_config(
         advantage="gae", trainer={"minibatches": 2, "epochs": 2}, implementation=implementation
     )
-    first = Trainer(config, model_dir, tmp_path / "a")
+    first = Trainer(config, model_dir)
     for step in range(4):
         trained(first, make_batch(step, step=step))
         if step == 1:
             save_to(first, tmp_path / "c", export=True)
-    second = Trainer(config, model_dir, tmp_path / "b")
+    second = Trainer(config, model_dir)
     trained(second, make_batch(9))  # a step that the restore discards
     restore_from(second, tmp_path / "c", step=2)
     for step in (2, 3):
@@ -207,17 +207,17 @@ def test_a_run_may_get_a_critic_and_lose_it_again(
 ) -> None:
     plain = make_config(implementation=implementation)
     with_critic = make_config(advantage="gae", implementation=implementation)
-    first = Trainer(plain, model_dir, tmp_path / "a")
+    first = Trainer(plain, model_dir)
     trained(first, make_batch(0))
     save_to(first, tmp_path / "s1")
-    second = Trainer(with_critic, model_dir, tmp_path / "b")
+    second = Trainer(with_critic, model_dir)
     restore_from(second, tmp_path / "s1", step=1)
     policy = {name[7:]: t for name, t in state_of(second).items() if name.startswith("policy/")}
     trunk = critic_of(second).state.tensors()
     assert all(torch.equal(trunk[name], policy[name]) for name in trunk.keys() - {"value"})
     trained(second, make_batch(1, step=1))
     save_to(second, tmp_path / "s2")
-    third = Trainer(plain, model_dir, tmp_path / "c")
+    third = Trainer(plain, model_dir)
     restore_from(third, tmp_path / "s2", step=2)
     trained(third, make_batch(2, step=2))
 
@@ -226,7 +226,7 @@ def test_a_run_may_get_a_critic_and_lose_it_again(
 def test_a_policy_that_fails_does_not_change_the_critic(
     model_dir: Path, tmp_path: Path, passes: dict[str, Any]
 ) -> None:
-    trainer = Trainer(make_config(advantage="gae", trainer=passes), model_dir, tmp_path)
+    trainer = Trainer(make_config(advantage="gae", trainer=passes), model_dir)
     trained(trainer, make_batch(0))
     before = state_of(trainer)
     reply = refused(trainer, TrainOn(batch=poisoned(make_batch(1, step=1), math.nan)))
@@ -237,7 +237,7 @@ def test_a_policy_that_fails_does_not_change_the_critic(
 def test_its_learning_rate_is_its_own(model_dir: Path, tmp_path: Path) -> None:
     config = make_config(advantage="gae", trainer={"lr": 1e-3})
     config = changed(config, "critic", lr=5e-3)
-    trainer = Trainer(config, model_dir, tmp_path)
+    trainer = Trainer(config, model_dir)
     assert trained(trainer, make_batch(0))["lr"] == 1e-3
     assert critic_of(trainer).state.optimizer.param_groups[0]["lr"] == 5e-3
 

@@ -61,7 +61,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None
     restore is bitwise what was saved, and each step is that of one rank alone.
     """
     model_dir = make_model(tmp_path / "m")
-    alone = Trainer(make_config(**CASE), model_dir, tmp_path / "run")  # type: ignore[arg-type]
+    alone = Trainer(make_config(**CASE), model_dir)  # type: ignore[arg-type]
     saved = None
     for number, count in enumerate((1, 2, 4, 1)):
         out = tmp_path / str(number)

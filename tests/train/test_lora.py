@@ -72,7 +72,7 @@ def test_peft_and_transformers_compute_what_was_trained(
     """
     peft = pytest.importorskip("peft", reason="needs the extra `test`")
     path, examples = build(name, tmp_path / name), make_examples(5)
-    trainer = Trainer(make_config(lora=settings), path, tmp_path / "run")
+    trainer = Trainer(make_config(lora=settings), path)
     with torch.no_grad():
         untrained = trainer._model(pack(examples), 1.0).logprobs
     train(trainer, 3)
@@ -97,7 +97,7 @@ def test_peft_and_transformers_compute_what_was_trained(
 def test_gradients_are_those_of_peft(tmp_path: Path, implementation: Any) -> None:
     peft = pytest.importorskip("peft", reason="needs the extra `test`")
     path, examples = build("qwen2", tmp_path / "m"), make_examples(4)
-    trainer = Trainer(make_config(lora=ALL), path, tmp_path / "run")
+    trainer = Trainer(make_config(lora=ALL), path)
     train(trainer, 2)
     save_to(trainer, tmp_path / "c", export=True)
     adapters = NewAdapters(make_config(lora=ALL).lora, seed=0)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_peft(tmp_path: Path, implementation: Any) -> Non
 def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
     config = make_config(trainer={"epochs": 2, "minibatches": 2}, kl=0.1, lora=ALL)
-    trainer, whole = Trainer(config, path, tmp_path), Trainer(make_config(), path, tmp_path / "w")
+    trainer, whole = Trainer(config, path), Trainer(make_config(), path)
     frozen = {n: p.clone() for n, p in trainer._model.named_parameters() if not p.requires_grad}
     train(trainer, 2)
     after = published(trainer, 2)
@@ -147,7 +147,7 @@ def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], tensor) for name, tensor in after.items())
     train(trainer, 4)
     expected = published(trainer, 4)
-    resumed = Trainer(config, path, tmp_path / "r")
+    resumed = Trainer(config, path)
     restore_from(resumed, tmp_path / "c", step=2)
     train(resumed, 4)
     assert all(torch.equal(t, expected[name]) for name, t in published(resumed, 4).items())
@@ -156,19 +156,19 @@ def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
-    other = Trainer(make_config(lora=ALL), path, tmp_path)
+    other = Trainer(make_config(lora=ALL), path)
     save_to(other, tmp_path / "c")
-    trainer = Trainer(make_config(lora={"rank": 2}), path, tmp_path)
+    trainer = Trainer(make_config(lora={"rank": 2}), path)
     reply = refused(trainer, Restore(path=str(tmp_path / "c")))
     assert "lora_A.weight must have shape (2, 32), got (3, 32)" in reply.error
-    reply = Trainer(make_config(), path, tmp_path).handle(Restore(path=str(tmp_path / "c")))
+    reply = Trainer(make_config(), path).handle(Restore(path=str(tmp_path / "c")))
     assert isinstance(reply, TrainFailed)
     assert "weights of another model" in reply.error
 
 
 def test_the_first_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
-    one, same = (Trainer(make_config(lora=ALL), path, tmp_path) for _ in range(2))
+    one, same = (Trainer(make_config(lora=ALL), path) for _ in range(2))
     first, second = published(one, 0), published(same, 0)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(not tensor.any() for name, tensor in first.items() if name.endswith(B))
@@ -198,7 +198,7 @@ def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
     config = make_config()
     lora = LoraConfig.model_validate(settings)
     check_adapter(tmp_path / "a", adapter_sizes(read_shape(path), lora), lora, base=path)
-    trainer = Trainer(config.model_copy(update={"lora": lora}), path, tmp_path)
+    trainer = Trainer(config.model_copy(update={"lora": lora}), path)
     with torch.no_grad():
         own = trainer._model(pack(examples), 1.0).logprobs
     torch.testing.assert_close(own, logprobs(model, examples), atol=2e-5, rtol=1e-5)
@@ -207,7 +207,7 @@ def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
 def test_an_adapter_of_another_model_or_with_other_settings_is_refused(tmp_path: Path) -> None:
     path, other = make_model(tmp_path / "m"), make_model(tmp_path / "o", seed=1)
     wider = make_model(tmp_path / "w", hidden=64)
-    trainer = Trainer(make_config(lora=ALL), path, tmp_path)
+    trainer = Trainer(make_config(lora=ALL), path)
     train(trainer, 1)
     save_to(trainer, tmp_path / "c", export=True)
     adapter = tmp_path / "c" / "adapter"
@@ -238,7 +238,7 @@ def test_an_adapter_of_another_model_or_with_other_settings_is_refused(tmp_path:
         check(path)
     lora = LoraConfig.model_validate(ALL | {"path": str(adapter)})
     with pytest.raises(TrainerError, match=r"lora\.path: "):
-        Trainer(make_config().model_copy(update={"lora": lora}), path, tmp_path)
+        Trainer(make_config().model_copy(update={"lora": lora}), path)
 
 
 OF_TEXT = [name for name, make in CONFIGURATIONS.items() if not hasattr(make(), "vision_config")]
@@ -260,7 +260,7 @@ def test_a_model_that_also_sees_takes_no_adapters(tmp_path: Path, name: str) -> 
 )
 def test_the_checks_before_a_run_know_the_adapters(tmp_path: Path, name: str) -> None:
     path = build(name, tmp_path / name)
-    trainer = Trainer(make_config(lora=ALL), path, tmp_path)
+    trainer = Trainer(make_config(lora=ALL), path)
     sizes = {name: tuple(tensor.shape) for name, tensor in published(trainer, 0).items()}
     assert adapter_sizes(read_any_shape(path), LoraConfig.model_validate(ALL)) == sizes
 
@@ -269,14 +269,14 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
     path = build("gemma3", tmp_path / "m")
     assert implementation_of(path) == "transformers"
     with pytest.raises(TrainerError, match=r"lora.targets must name linear layers.*got 'qproj'"):
-        Trainer(make_config(lora={"targets": ["qproj"]}), path, tmp_path)
+        Trainer(make_config(lora={"targets": ["qproj"]}), path)
 
 
 def test_bfloat16_is_close_and_the_export_has_it(tmp_path: Path) -> None:
     path = build("qwen3", tmp_path / "m")
     config = make_config(lora=ALL)
     config = changed(config, "model", dtype="bfloat16")
-    trainer = Trainer(config, path, tmp_path)
+    trainer = Trainer(config, path)
     train(trainer, 2)
     save_to(trainer, tmp_path / "c", export=True)
     exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")

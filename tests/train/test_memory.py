@@ -22,7 +22,7 @@ def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[to
     """Return the peak of one step, and the weights after a second step that follows a
     restored checkpoint.
     """
-    trainer = Trainer(make_config(trainer=settings), model_dir, run_dir)
+    trainer = Trainer(make_config(trainer=settings), model_dir)
 
     def step(number: int) -> None:
         batch = make_batch(number, step=number, groups=8, size=4)
@@ -61,7 +61,7 @@ def test_offloaded_moments_leave_the_gpu(model_dir: Path, tmp_path: Path) -> Non
     used, weights = [], []
     for saved in ((), ("optimizer",)):
         config = make_config(trainer={"save_memory": saved})
-        trainer = Trainer(config, model_dir, tmp_path / f"saves {len(saved)}")
+        trainer = Trainer(config, model_dir)
         before = torch.cuda.memory_allocated()
         trained(trainer, make_batch())
         used.append(torch.cuda.memory_allocated() - before)

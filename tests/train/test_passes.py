@@ -46,7 +46,7 @@ TEMPERATURE = 0.7
 def new_trainer(model_dir: Path, run_dir: Path, *, micro_tokens: int = 16384) -> Trainer:
     config = make_config(trainer={"micro_tokens": micro_tokens})
     rollout = config.rollout.model_copy(update={"temperature": TEMPERATURE})
-    return Trainer(config.model_copy(update={"rollout": rollout}), model_dir, run_dir)
+    return Trainer(config.model_copy(update={"rollout": rollout}), model_dir)
 
 
 def measure(trainer: Trainer, *groups: ScoredGroup, step: int = 0) -> TrainerReply | None:
@@ -219,26 +219,26 @@ def losses_of(trainer: Trainer, kind: bool) -> float:
 
 def test_learns_outputs_and_from_scratch_observations(model_dir: Path, tmp_path: Path) -> None:
     checkpoint = {"model": ModelConfig(path=str(model_dir))}
-    outputs_only = Trainer(configured().model_copy(update=checkpoint), model_dir, tmp_path)
+    outputs_only = Trainer(configured().model_copy(update=checkpoint), model_dir)
     before = losses_of(outputs_only, kind=False)
     losses = outputs_only.warm_up(transcripts())
     assert len(losses) == 30
     assert losses[-1] < 0.5 < 4 < losses[0]
     assert losses_of(outputs_only, kind=True) < 0.5
     assert losses_of(outputs_only, kind=False) > before
-    both = Trainer(configured(), model_dir, tmp_path)
+    both = Trainer(configured(), model_dir)
     both.warm_up(transcripts())
     assert losses_of(both, kind=False) < before / 2
     assert outputs_only.step == 0
 
 
 def test_no_steps_need_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
-    assert Trainer(configured(steps=0), model_dir, tmp_path).warm_up(iter(())) == []
+    assert Trainer(configured(steps=0), model_dir).warm_up(iter(())) == []
 
 
 def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="needs 16 transcripts"):
-        Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))
+        Trainer(configured(), model_dir).warm_up(itertools.islice(transcripts(), 3))
 
 
 def test_a_loss_that_is_not_finite_names_the_setting(
@@ -249,7 +249,7 @@ def test_a_loss_that_is_not_finite_names_the_setting(
         NonFiniteLossError,
         match=r"warm-up step \d+: loss \S+, gradient norm \S+; the learning rate is 1e\+20",
     ):
-        Trainer(configured(), model_dir, tmp_path).warm_up(transcripts())
+        Trainer(configured(), model_dir).warm_up(transcripts())
 
 
 def test_selects_the_targets_of_a_transcript() -> None:

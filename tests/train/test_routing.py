@@ -259,7 +259,7 @@ def test_replay_narrows_the_gap_of_routers_that_choose_otherwise(tmp_path: Path)
     batch = with_sequences(make_batch(), Engine(path))
     gaps = {}
     for replay in (False, True):
-        trainer = Trainer(config_of(path, replay=replay), path, tmp_path / str(replay))
+        trainer = Trainer(config_of(path, replay=replay), path)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in trainer._model.named_parameters():
@@ -277,5 +277,5 @@ def test_exact_routers_have_no_gap_with_or_without_replay(tmp_path: Path) -> Non
     path = build("qwen3_moe", tmp_path / "m")
     batch = with_sequences(make_batch(), Engine(path))
     for replay in (False, True):
-        trainer = Trainer(config_of(path, replay=replay), path, tmp_path / str(replay))
+        trainer = Trainer(config_of(path, replay=replay), path)
         assert trained(trainer, batch)["logprob_gap_max"] < 1e-5

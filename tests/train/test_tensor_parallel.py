@@ -140,7 +140,7 @@ def test_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> 
     exported = load_file(out / "c" / "hf" / "model.safetensors")
     expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
     assert_all_close(exported, expected)
-    trainer = Trainer(make_config(**CASE), path, tmp_path / "again")  # type: ignore[arg-type]
+    trainer = Trainer(make_config(**CASE), path)  # type: ignore[arg-type]
     restore_from(trainer, out / "c", step=2)
     trained(trainer, make_batch(2, step=2, size=2))
     for key, tensor in published(trainer, 3).items():

@@ -35,7 +35,7 @@ from tests.train.asking import changed, published, refused, restore_from, same, 
 
 
 def new_trainer(model_dir: Path, tmp_path: Path, config: RunConfig | None = None) -> Trainer:
-    return Trainer(config or make_config(), model_dir, tmp_path)
+    return Trainer(config or make_config(), model_dir)
 
 
 def with_each(batch: Batch, **fields: Any) -> Batch:

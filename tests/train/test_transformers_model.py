@@ -94,7 +94,7 @@ def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name:
     was read from, and transformers reads the export.
     """
     path = build(name, tmp_path / name)
-    trainer = Trainer(make_config(), path, tmp_path / "run")
+    trainer = Trainer(make_config(), path)
     before = published(trainer, 1)
     assert set(before) == set(read_sizes(path))
     source = load_file(path / "model.safetensors")
@@ -130,7 +130,7 @@ def test_training_on_text_leaves_the_vision_tower_unchanged(tmp_path: Path, name
     assert all("vis" in key or "projector" in key for key in unused)
     assert not any("vis" in key for key in set(read_sizes(path)) - set(unused))
     config = make_config(trainer={"weight_decay": 0.1, "minibatches": 2})
-    trainer = Trainer(config, path, tmp_path / "run")
+    trainer = Trainer(config, path)
     before = published(trainer, 1)
     trainer.handle(TrainOn(batch=make_batch()))
     trainer.handle(Save(path=str(tmp_path / "c"), export=True))
@@ -204,7 +204,7 @@ def test_the_divergence_from_a_reference_is_that_of_its_logits(tmp_path: Path) -
 def test_a_head_with_a_bias_has_no_forward_divergence(tmp_path: Path) -> None:
     config = make_config(kl=0.1, kl_direction="forward")
     with pytest.raises(TrainerError, match="kl_direction must be reverse for PhiForCausalLM"):
-        Trainer(config, build("phi", tmp_path / "m"), tmp_path / "run")
+        Trainer(config, build("phi", tmp_path / "m"))
 
 
 class TestRefusals:

@@ -201,7 +201,7 @@ def test_training_equals_the_slow_trainer(
         sampled_by(model_dir, make_batch(step, step=step, groups=2, envs=envs), noise=0.5)
         for step in range(2)
     ]
-    trainer = Trainer(config, model_dir, tmp_path)
+    trainer = Trainer(config, model_dir)
     for batch in batches:
         trained(trainer, batch)
     assert_all_close(published(trainer, 2), slow_training(model_dir, batches, config))
@@ -214,7 +214,7 @@ def test_corrections_agree_on_policy(model_dir: Path, tmp_path: Path) -> None:
     batch = sampled_by(model_dir, make_batch(3), noise=0.0)
     results = []
     for correction in ("bypass", "decoupled", "tis", "icepop", "sequence_mask", "reject"):
-        trainer = Trainer(configured(correction=correction), model_dir, tmp_path / correction)
+        trainer = Trainer(configured(correction=correction), model_dir)
         reply = trainer.handle(TrainOn(batch=batch))
         assert isinstance(reply, Trained)
         assert reply.metrics.values["mask_fraction"] == 0

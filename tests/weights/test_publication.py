@@ -2,12 +2,14 @@
 refused.
 """
 
+import contextlib
 import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
+from rollweave.weights.memory import seal
 from rollweave.weights.publication import (
     ALIGNMENT,
     Draft,
@@ -29,7 +32,6 @@ from rollweave.weights.publication import (
     read_tensors,
 )
 from tests.support.forking import Forked
-from tests.support.mounts import can_mount
 from tests.support.properties import examples
 
 ROOT = Path(__file__).parents[2]
@@ -57,23 +59,18 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert bytes_of(actual[name]) == bytes_of(tensor), name
 
 
-@pytest.mark.parametrize("memfd", [True, False])
-def test_reads_exactly_the_published_bits(tmp_path: Path, memfd: bool) -> None:
-    with publish(
-        some_tensors(), version=3, publication_id=8, directory=tmp_path, memfd=memfd
-    ) as publication:
+def test_reads_exactly_the_published_bits() -> None:
+    with publish(some_tensors(), version=3, publication_id=8) as publication:
         assert (publication.manifest.version, publication.manifest.publication_id) == (3, 8)
         tensors_read = read_tensors(publication.manifest)
         assert_same(tensors_read, some_tensors())
-        assert bool(list(tmp_path.iterdir())) != memfd
     assert_same(tensors_read, some_tensors())  # readers keep the memory that they mapped
-    assert not list(tmp_path.iterdir())
     with pytest.raises(WeightsError, match="gone"):
         read_tensors(publication.manifest)
 
 
-def test_publishes_an_empty_version(tmp_path: Path) -> None:
-    with publish({}, version=0, publication_id=0, directory=tmp_path) as publication:
+def test_publishes_an_empty_version() -> None:
+    with publish({}, version=0, publication_id=0) as publication:
         assert publication.manifest.nbytes == 0
         assert read_tensors(publication.manifest) == {}
 
@@ -92,20 +89,18 @@ def test_publishes_tensors_of_any_shape(
         f"t{i}": (torch.arange(torch.Size(shape).numel()) % 100).reshape(shape).to(dtype)
         for i, shape in enumerate(shapes)
     }
-    with publish(
-        tensors, version=1, publication_id=1, directory=tmp_path_factory.getbasetemp()
-    ) as publication:
+    with publish(tensors, version=1, publication_id=1) as publication:
         assert_same(read_tensors(publication.manifest), tensors)
 
 
-def test_writes_of_a_reader_stay_private(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
+def test_writes_of_a_reader_stay_private() -> None:
+    with publish(some_tensors(), version=1, publication_id=1) as publication:
         read_tensors(publication.manifest)["matrix"].zero_()
         assert_same(read_tensors(publication.manifest), some_tensors())
 
 
-def test_the_payload_is_sealed(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
+def test_the_payload_is_sealed() -> None:
+    with publish(some_tensors(), version=1, publication_id=1) as publication:
         fd = os.open(publication.manifest.location, os.O_RDWR)
         with pytest.raises(PermissionError):
             os.write(fd, b"x")
@@ -114,24 +109,35 @@ def test_the_payload_is_sealed(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_refuses_damaged_truncated_and_longer_payloads(tmp_path: Path) -> None:
-    with publish(
-        some_tensors(), version=1, publication_id=1, directory=tmp_path, memfd=False
-    ) as publication:
-        path = Path(publication.manifest.location)
-        content = path.read_bytes()
-        for position in (0, len(content) // 2, len(content) - 1):
-            torn = bytearray(content)
-            torn[position] ^= 1
-            path.write_bytes(torn)
-            with pytest.raises(WeightsError, match="digest"):
-                read_tensors(publication.manifest)
-        for wrong in (content[:-1], content[: len(content) // 2], b"", content + b"\0"):
-            path.write_bytes(wrong)
-            with pytest.raises(WeightsError, match="bytes, the manifest says"):
-                read_tensors(publication.manifest)
-        path.write_bytes(content)
-        assert_same(read_tensors(publication.manifest), some_tensors())
+@contextlib.contextmanager
+def memory_of(content: bytes, *, sealed: bool = True) -> Iterator[str]:
+    """Yield the location of a memory file with this content."""
+    with open(os.memfd_create("other", os.MFD_ALLOW_SEALING), "wb", buffering=0) as file:
+        file.write(content)
+        if sealed:
+            seal(file.fileno())
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def test_refuses_damaged_truncated_longer_and_unsealed_payloads() -> None:
+    def read(content: bytes, *, sealed: bool = True) -> dict[str, torch.Tensor]:
+        with memory_of(content, sealed=sealed) as location:
+            return read_tensors(msgspec.structs.replace(manifest, location=location))
+
+    with publish(some_tensors(), version=1, publication_id=1) as publication:
+        manifest = publication.manifest
+        content = Path(manifest.location).read_bytes()
+    for position in (0, len(content) // 2, len(content) - 1):
+        torn = bytearray(content)
+        torn[position] ^= 1
+        with pytest.raises(WeightsError, match="digest"):
+            read(torn)
+    for wrong in (content[:-1], content[: len(content) // 2], b"", content + b"\0"):
+        with pytest.raises(WeightsError, match="bytes, the manifest says"):
+            read(wrong)
+    with pytest.raises(WeightsError, match="not a payload"):
+        read(content, sealed=False)
+    assert_same(read(content), some_tensors())
 
 
 def changed_first(manifest: WeightManifest, **change: object) -> WeightManifest:
@@ -140,7 +146,7 @@ def changed_first(manifest: WeightManifest, **change: object) -> WeightManifest:
 
 
 def test_refuses_metadata_that_does_not_fit(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
+    with publish(some_tensors(), version=1, publication_id=1) as publication:
         manifest = publication.manifest
         wrong = [
             changed_first(manifest, dtype="float31"),
@@ -161,9 +167,9 @@ def test_refuses_metadata_that_does_not_fit(tmp_path: Path) -> None:
                 read_tensors(manifest)
 
 
-def test_a_pipe_instead_of_the_payload_does_not_block(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_the_payload_does_not_block() -> None:
     reading, writing = os.pipe()
-    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
+    with publish(some_tensors(), version=1, publication_id=1) as publication:
         manifest = msgspec.structs.replace(
             publication.manifest, location=f"/proc/{os.getpid()}/fd/{reading}"
         )
@@ -174,25 +180,18 @@ def test_a_pipe_instead_of_the_payload_does_not_block(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys, pathlib, msgspec, torch
+import sys, msgspec, torch
 from rollweave.weights.publication import publish
 tensors = {"w": torch.arange(1000.0)}
-publication = publish(tensors, version=5, publication_id=6, directory=pathlib.Path(sys.argv[1]), memfd=sys.argv[2] == "memfd")
+publication = publish(tensors, version=5, publication_id=6)
 sys.stdout.buffer.write(msgspec.json.encode(publication.manifest) + b"\\n")
 sys.stdout.flush()
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("kind", ["memfd", "file"])
-def test_another_process_reads_a_version_until_its_publisher_is_killed(
-    tmp_path: Path, kind: str
-) -> None:
-    child = Forked(
-        [sys.executable, "-c", CHILD, str(tmp_path), kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+def test_another_process_reads_a_version_until_its_publisher_is_killed() -> None:
+    child = Forked([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
     manifest = msgspec.json.decode(child.stdout.readline(), type=WeightManifest)
@@ -201,18 +200,12 @@ def test_another_process_reads_a_version_until_its_publisher_is_killed(
     child.wait()
     child.stdin.close()
     child.stdout.close()
-    if kind == "memfd":
-        with pytest.raises(WeightsError, match="gone"):
-            read_tensors(manifest)
-    else:  # the fallback leaves a file behind, which the next publisher removes
-        assert list(tmp_path.iterdir())
-        Publisher(tmp_path).close()
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(WeightsError, match="gone"):
+        read_tensors(manifest)
 
 
-@pytest.mark.parametrize("memfd", [True, False])
-def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -> None:
-    publisher = Publisher(tmp_path, keep=2, memfd=memfd)
+def test_a_publisher_keeps_the_last_versions_open() -> None:
+    publisher = Publisher(keep=2)
     manifests = [
         publisher.publish({"w": torch.tensor([float(v)])}, version=v, publication_id=10 + v)
         for v in range(4)
@@ -227,8 +220,8 @@ def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -
         read_tensors(manifests[3])
 
 
-def test_a_publisher_keeps_needed_versions(tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path, keep=2)
+def test_a_publisher_keeps_needed_versions() -> None:
+    publisher = Publisher(keep=2)
     for publication_id, needed in enumerate([(), (0,), (0, 1), (0, 2), ()]):
         publisher.publish(
             {"w": torch.zeros(1)}, version=0, publication_id=publication_id, needed=needed
@@ -238,13 +231,6 @@ def test_a_publisher_keeps_needed_versions(tmp_path: Path) -> None:
             publication_id,
         ]
     publisher.close()
-
-
-def test_an_impossible_directory_is_a_weights_error(tmp_path: Path) -> None:
-    blocker = tmp_path / "file"
-    blocker.write_bytes(b"")
-    with pytest.raises(WeightsError, match="cannot publish"):
-        publish(some_tensors(), version=1, publication_id=1, directory=blocker, memfd=False)
 
 
 # Writing slice by slice.
@@ -273,8 +259,7 @@ def test_slices_in_any_order_make_the_same_version(
         slices += [(meta.offset + a, bytes_of(tensor)[a:b]) for a, b in itertools.pairwise(edges)]
     if writers > 1:
         order.shuffle(slices)
-    directory = tmp_path_factory.getbasetemp()
-    draft = Draft(metas, version=1, publication_id=1, directory=directory)
+    draft = Draft(metas, version=1, publication_id=1)
     writers_of_draft = [
         draft.writer,
         *(PayloadWriter.open(draft.handle) for _ in range(writers - 1)),
@@ -288,17 +273,16 @@ def test_slices_in_any_order_make_the_same_version(
         hand.close()
     with (
         draft.finish() as done,
-        publish(tensors, version=1, publication_id=1, directory=directory) as content,
+        publish(tensors, version=1, publication_id=1) as content,
     ):
         assert done.manifest.digest == content.manifest.digest
         assert_same(read_tensors(done.manifest), tensors)
 
 
-@pytest.mark.parametrize("memfd", [True, False])
-def test_opens_only_the_intended_draft(tmp_path: Path, memfd: bool) -> None:
+def test_opens_only_the_intended_draft(tmp_path: Path) -> None:
     metas = lay_out([("w", torch.float32, (10,))])
-    draft = Draft(metas, version=1, publication_id=1, directory=tmp_path, memfd=memfd)
-    other = Draft(metas, version=1, publication_id=1, directory=tmp_path, memfd=memfd)
+    draft = Draft(metas, version=1, publication_id=1)
+    other = Draft(metas, version=1, publication_id=1)
     handle = draft.handle
     for wrong in (
         msgspec.structs.replace(
@@ -311,91 +295,11 @@ def test_opens_only_the_intended_draft(tmp_path: Path, memfd: bool) -> None:
     other.abandon()
     draft.abandon()
     assert PayloadWriter.open(handle) is None
-    assert not list(tmp_path.iterdir())
 
 
-# Lack of memory.
-
-
-def without_room(*arguments: str, namespace: bool) -> str:
-    command = [
-        *(["unshare", "-Urm"] if namespace else []),
-        sys.executable,
-        "-m",
-        "tests.weights.low_memory",
-        *arguments,
-    ]
+@pytest.mark.extended
+def test_a_file_size_limit_is_one_error_and_leaves_nothing() -> None:
+    command = [sys.executable, "-m", "tests.weights.low_memory"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(
-    not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
-)
-def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
-    error = without_room("disk", "file", str(tmp_path), namespace=True)
-    assert error == "cannot publish weights version 2: [Errno 28] No space left on device\n"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", [pytest.param("memfd", marks=pytest.mark.slow), "file"])
-def test_a_file_size_limit_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
-    error = without_room("limit", kind, str(tmp_path), namespace=False)
-    assert error == "cannot publish weights version 2: [Errno 27] File too large\n"
-
-
-# Two trainers at once.
-
-
-@pytest.mark.parametrize("memfd", [True, False])
-def test_two_publishers_share_a_directory(tmp_path: Path, memfd: bool) -> None:
-    """They publish the same versions under the same numbers in one process, and share
-    only the directory.
-    """
-    one = Publisher(tmp_path, memfd=memfd)
-    first = one.publish({"w": torch.zeros(3)}, version=1, publication_id=1)
-    other = Publisher(tmp_path, memfd=memfd)
-    second = other.publish({"w": torch.ones(3)}, version=1, publication_id=1)
-    assert read_tensors(first)["w"].tolist() == [0, 0, 0]
-    one.close()
-    assert read_tensors(second)["w"].tolist() == [1, 1, 1]
-    other.close()
-    assert not list(tmp_path.iterdir())
-
-
-MANY = """
-import sys, pathlib, torch
-from rollweave.weights.publication import Publisher, read_tensors
-own = float(sys.argv[2])
-for version in range(40):
-    publisher = Publisher(pathlib.Path(sys.argv[1]), keep=1, memfd=False)
-    manifest = publisher.publish({"w": torch.full((1000,), own + version)}, version=version, publication_id=version)
-    assert (read_tensors(manifest)["w"] == own + version).all()
-    publisher.close()
-"""
-
-
-def test_two_processes_publish_at_once_in_one_directory(tmp_path: Path) -> None:
-    """Each also removes leftovers repeatedly, but never files that the other one
-    holds.
-    """
-    both = [Forked([sys.executable, "-c", MANY, str(tmp_path), str(own)]) for own in (100, 200)]
-    assert [child.wait() for child in both] == [0, 0]
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(not can_mount(), reason="needs a user namespace")
-def test_keeps_files_of_a_publisher_in_another_container(tmp_path: Path) -> None:
-    """Two containers share a directory, in which process ids mean nothing."""
-    with publish(
-        some_tensors(), version=1, publication_id=1, directory=tmp_path, memfd=False
-    ) as publication:
-        code = (
-            "import pathlib; from rollweave.weights.publication import Publisher; "
-            f"Publisher(pathlib.Path({str(tmp_path)!r})).close()"
-        )
-        subprocess.run(["unshare", "-Urpf", "--mount-proc", sys.executable, "-c", code], check=True)
-        assert_same(read_tensors(publication.manifest), some_tensors())
+    assert done.stdout == "cannot publish weights version 2: [Errno 27] File too large\n"

@@ -83,7 +83,7 @@ def test_upload_equals_the_original(
 def test_a_published_version_reaches_a_device(tmp_path: Path, device: str) -> None:
     tensors = {"a": torch.randn(300, 7).bfloat16(), "b": torch.randn(5)}
     target = {name: torch.zeros_like(tensor, device=device) for name, tensor in tensors.items()}
-    with publish(tensors, version=1, publication_id=1, directory=tmp_path) as publication:
+    with publish(tensors, version=1, publication_id=1) as publication:
         for name, tensor in on_device(read_tensors(publication.manifest), torch.device(device)):
             target[name].copy_(tensor)
     assert all(torch.equal(target[name].cpu(), tensor) for name, tensor in tensors.items())

@@ -102,8 +102,6 @@ class Payload:
 
         Raises OSError, KvError.
         """
-        if not hasattr(os, "memfd_create"):
-            raise KvError("this system has no memory files")
         self.nbytes = nbytes
         self.fd = os.memfd_create("kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

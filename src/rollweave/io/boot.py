@@ -93,10 +93,8 @@ def die_with(parent_pid: int) -> None:
     End immediately if the parent has ended already.
 
     A parent starts its children on the thread of its event loop, which lives as long as
-    the parent needs them. On systems other than Linux, the end of the socket has the
-    same effect later.
+    the parent needs them.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(ORPHANED)

@@ -30,7 +30,7 @@ thread gets a tenth of a core that another thread wants.
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> tuple[int, int]:

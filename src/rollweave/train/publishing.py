@@ -12,7 +12,6 @@ versions stay published.
 import collections
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import msgspec
 import torch
@@ -47,7 +46,6 @@ class WeightPublisher:
         constants: Mapping[str, torch.Tensor] | None = None,
         dtype: torch.dtype,
         device: torch.device,
-        directory: Path,
     ) -> None:
         """`stored` are the tensors to publish; without `stored`, each trained parameter
         is a tensor. The first rank publishes `constants`, in their own number formats.
@@ -62,7 +60,6 @@ class WeightPublisher:
         self._views = (stored or StoredTensors.identical(self._shapes)).views
         self._ranks = ranks
         self._dtype = dtype
-        self._directory = directory
         self._staging = Staging(device)
         self._owners: list[int] = []
         """Owner of the payload of each rank; empty before the first publication."""
@@ -82,7 +79,7 @@ class WeightPublisher:
         if not self._owners:
             self._owners = self._find_owners()
             if self._owners[self._ranks.rank] == self._ranks.rank:
-                self._publisher = Publisher(self._directory)
+                self._publisher = Publisher()
         draft, error = self._open_draft(metas, command)
         try:
             handles = self._ranks.all_gather(draft.handle if draft is not None else None)
@@ -109,7 +106,7 @@ class WeightPublisher:
         """Return the owner of each rank's payload: the first rank whose memory it
         reaches.
         """
-        probe = Draft((), version=0, publication_id=0, directory=self._directory)
+        probe = Draft((), version=0, publication_id=0)
         try:
             handles = self._ranks.all_gather(probe.handle)
             reached = []

@@ -72,9 +72,7 @@ class Trainer:
     `handle` is the whole interface of a run; `warm_up` comes before it.
     """
 
-    def __init__(
-        self, config: RunConfig, model_dir: Path, run_dir: Path, *, ranks: RankGroup = ALONE
-    ) -> None:
+    def __init__(self, config: RunConfig, model_dir: Path, *, ranks: RankGroup = ALONE) -> None:
         """Load `model_dir`, as one of `ranks`.
 
         Raises `TrainerError` for a model that it cannot train.
@@ -116,7 +114,6 @@ class Trainer:
             constants=self._model.constants() if config.lora is None else None,
             dtype=published,
             device=device,
-            directory=run_dir / "weights",
         )
         self._reference: list[torch.Tensor] | None = None
         self._critic = (

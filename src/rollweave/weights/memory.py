@@ -10,7 +10,6 @@ import bisect
 import fcntl
 import mmap
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,32 +55,24 @@ def open_payload(location: str, nbytes: int, *, where: str) -> int:
     except OSError as error:
         raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
     status = os.fstat(fd)
-    regular = stat.S_ISREG(status.st_mode)
-    if regular and status.st_size == nbytes:
+    sealed = is_sealed(fd)
+    if sealed and status.st_size == nbytes:
         return fd
     os.close(fd)
-    if not regular:
-        raise WeightsError(f"{where}: not a payload")
+    if not sealed:  # it may be truncated under a mapping, which would kill the reader
+        raise WeightsError(f"{where}: not a payload, which is a sealed memory file")
     raise WeightsError(f"{where}: {status.st_size} bytes, the manifest says {nbytes}")
 
 
 def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
-    """Return the payload of exactly `nbytes` bytes at `location`: mapped if it is
-    sealed, else copied. Writes to it stay private. Raises as `open_payload` does.
+    """Map the payload of exactly `nbytes` bytes at `location`. Writes to it stay
+    private. Raises as `open_payload` does.
     """
     fd = open_payload(location, nbytes, where=where)
     try:
         if nbytes == 0:
             return bytearray()
-        if is_sealed(fd):
-            return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        # A plain file may be truncated under a mapping, which would kill the reader:
-        # copy it, then verify the copy.
-        payload = bytearray(nbytes)
-        with memoryview(payload) as view:
-            if (done := read_into(view, fd)) < nbytes:
-                raise WeightsError(f"{where}: shrank to {done} bytes while being read")
-        return payload
+        return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise WeightsError(f"{where}: cannot read ({error})") from error
     finally:

@@ -1,21 +1,17 @@
 """Publication of a version: its tensors as bytes in memory, described by a manifest
 that any process on the host can read.
 
-Invariants: the payload never changes once its manifest exists (a memfd is sealed);
-memory for all of it is allocated before the first byte is written; a payload in a memfd
-vanishes with its last holder, so that nothing is left behind even after a kill; a
-payload file is locked by its publisher, so that it is not mistaken for a leftover;
-`read_tensors` returns all tensors verified, or raises `WeightsError` without any
-effect.
+Invariants: the payload, which is in a memfd, is sealed before its manifest exists;
+memory for all of it is allocated before the first byte is written; it vanishes with its
+last holder, so that nothing is left behind even after a kill; `read_tensors` returns
+all tensors verified, or raises `WeightsError` without any effect.
 """
 
-import fcntl
 import itertools
 import math
 import os
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -28,8 +24,6 @@ from rollweave.weights.memory import READ_CHUNK, hash_file, read_version, seal
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes: a cache line, and a multiple of every element size."""
-
-MEMFD = hasattr(os, "memfd_create")
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> tuple[TensorMeta, ...]:
@@ -60,19 +54,15 @@ class Publication:
     Readers that have already mapped the memory keep it alive after `close`.
     """
 
-    def __init__(self, manifest: WeightManifest, *, fd: int | None, path: Path | None) -> None:
+    def __init__(self, manifest: WeightManifest, *, fd: int) -> None:
         self.manifest = manifest
         self._fd = fd
-        self._path = path
 
     def close(self) -> None:
         """Release the memory. A second call does nothing."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
-        if self._fd is not None:
+        if self._fd >= 0:
             os.close(self._fd)
-            self._fd = None
+            self._fd = -1
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +74,7 @@ class Publication:
 class DraftHandle(Struct, frozen=True, kw_only=True):
     """Identifies a draft to which other processes of this host may write.
 
-    `mark` is part of the file's name, and globally unique.
+    `mark` is part of the memory's name, and globally unique.
     """
 
     location: str
@@ -115,8 +105,8 @@ class PayloadWriter:
             fd = os.open(handle.location, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
-        real = os.readlink(f"/proc/self/fd/{fd}") if MEMFD else handle.location
-        if handle.mark in real and os.fstat(fd).st_size == handle.nbytes:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if handle.mark in name and os.fstat(fd).st_size == handle.nbytes:
             return cls(fd, handle.nbytes)
         os.close(fd)  # the path names a process of this machine with the same id
         return None
@@ -169,33 +159,25 @@ class Draft:
         *,
         version: int,
         publication_id: int,
-        directory: Path,
-        memfd: bool = MEMFD,
         ranges: Sequence[tuple[int, int]] | None = None,
         rank: int = 0,
     ) -> None:
-        """Allocate the memory: a memfd, or a file in `directory`. Raises `WeightsError`
-        if there is not enough, and leaves nothing behind.
+        """Allocate the memory. Raises `WeightsError` if there is not enough, and leaves
+        nothing behind.
 
         With `ranges`, memory is allocated only for these bytes: the part of the version
         that the ranks on this host write. `rank` is the first of these ranks. The
-        memfd's location is `/proc/<pid>/fd/<n>`: any process that may read this
+        memory's location is `/proc/<pid>/fd/<n>`: any process that may read this
         process's descriptors may read it.
         """
-        self._metas, self._memfd, self._ranges, self._rank = metas, memfd, ranges, rank
+        self._metas, self._ranges, self._rank = metas, ranges, rank
         self._version, self._publication_id = version, publication_id
-        self._path: Path | None = None
         nbytes = max((meta.offset + meta.nbytes for meta in metas), default=0)
         mark = f"weights-{os.getpid()}-{publication_id}-{secrets.token_hex(8)}.bin"
         fd = -1
         try:
-            if memfd:
-                fd = os.memfd_create(mark, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                location = f"/proc/{os.getpid()}/fd/{fd}"
-            else:
-                directory.mkdir(parents=True, exist_ok=True)
-                self._path = directory / mark
-                fd, location = _locked_file(self._path), str(self._path)
+            fd = os.memfd_create(mark, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            location = f"/proc/{os.getpid()}/fd/{fd}"
             gaps = {
                 a.offset + a.nbytes: b.offset
                 for a, b in itertools.pairwise(metas)
@@ -212,8 +194,6 @@ class Draft:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
             raise self.error(error) from error
 
     def error(self, error: OSError) -> WeightsError:
@@ -227,8 +207,7 @@ class Draft:
         Raises `WeightsError` after abandoning the draft.
         """
         try:
-            if self._memfd:
-                seal(self.writer.fd)
+            seal(self.writer.fd)
             digest = (
                 self.writer.digest()
                 if self._ranges is None
@@ -255,12 +234,10 @@ class Draft:
                 ),
             ),
         )
-        return Publication(manifest, fd=self.writer.fd, path=self._path)
+        return Publication(manifest, fd=self.writer.fd)
 
     def abandon(self) -> None:
         """Release the memory."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
         self.writer.close()
 
 
@@ -269,12 +246,11 @@ class Publisher:
     requested versions, or the last `keep`.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
+    def __init__(self, *, keep: int = 3) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self._directory, self._keep, self._memfd = directory, keep, memfd
+        self._keep = keep
         self._open: list[Publication] = []
-        _remove_leftovers(directory)
 
     def publish(
         self,
@@ -287,13 +263,7 @@ class Publisher:
         """Publish `tensors`, and close every other publication whose id is not in
         `needed`. If `needed` is None, close the oldest publications.
         """
-        new = publish(
-            tensors,
-            version=version,
-            publication_id=publication_id,
-            directory=self._directory,
-            memfd=self._memfd,
-        )
+        new = publish(tensors, version=version, publication_id=publication_id)
         return self._retain(new, needed)
 
     def draft(
@@ -314,8 +284,6 @@ class Publisher:
             metas,
             version=version,
             publication_id=publication_id,
-            directory=self._directory,
-            memfd=self._memfd,
             ranges=ranges,
             rank=rank,
         )
@@ -348,8 +316,6 @@ def publish(
     *,
     version: int,
     publication_id: int,
-    directory: Path,
-    memfd: bool = MEMFD,
 ) -> Publication:
     """Copy `tensors` (of any device, dtype and shape) into one payload.
 
@@ -360,8 +326,6 @@ def publish(
         (tensor.detach().to("cpu") for tensor in tensors.values()),
         version=version,
         publication_id=publication_id,
-        directory=directory,
-        memfd=memfd,
     )
 
 
@@ -371,17 +335,13 @@ def publish_each(
     *,
     version: int,
     publication_id: int,
-    directory: Path,
-    memfd: bool = MEMFD,
 ) -> Publication:
     """Copy tensors on the CPU, each valid until the next, into one payload of this
     layout.
 
     Raises `WeightsError` if there is not enough memory, and what the iteration raises.
     """
-    draft = Draft(
-        metas, version=version, publication_id=publication_id, directory=directory, memfd=memfd
-    )
+    draft = Draft(metas, version=version, publication_id=publication_id)
     try:
         for meta, tensor in zip(metas, tensors, strict=True):
             draft.writer.write(meta.offset, bytes_of(tensor))
@@ -425,30 +385,12 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _locked_file(path: Path) -> int:
-    """Create a file that this process locks for as long as it is open. Raises
-    OSError.
-    """
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError:
-            os.close(fd)
-            raise
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)  # it was removed as a leftover between the two calls
-
-
 def _allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
     """Allocate these bytes of the file now, so that lack of memory is an error here and
     not a signal later. Raises OSError.
     """
-    if nbytes and hasattr(os, "posix_fallocate"):
+    if nbytes:
         os.posix_fallocate(fd, start, nbytes)
-    elif not start:
-        os.ftruncate(fd, nbytes)
 
 
 def _checked_dtype(meta: TensorMeta, nbytes: int) -> torch.dtype:
@@ -479,22 +421,3 @@ def _check_layout(manifest: WeightManifest) -> None:
         if meta.nbytes and meta.offset < end:
             raise WeightsError(f"tensor {meta.name} overlaps another one at byte {meta.offset}")
         end = max(end, meta.offset + meta.nbytes)
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove payload files that no publisher holds.
-
-    Only the fallback without memfd leaves any.
-    """
-    for path in sorted(directory.glob("weights-*.bin")):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            continue  # it is gone, or belongs to another user
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass  # its publisher is alive
-        finally:
-            os.close(fd)

@@ -318,7 +318,7 @@ class Relay:
             writer = await in_thread(open_writer, command.manifest, undo=VersionWriter.close)
         publication_id = command.manifest.publication_id
         version = self._served.get(publication_id)
-        if version is not None and not writer.copies:
+        if version is not None and not remote:
             version.fd = writer.fd  # the same bytes, in the publisher's memory
         else:
             self._withdraw(publication_id, "it is fetched again")

@@ -27,7 +27,6 @@ from rollweave.weights.memory import (
     PayloadDigest,
     Ranges,
     available_bytes,
-    is_sealed,
     open_payload,
     read_into,
     seal,
@@ -101,16 +100,11 @@ class VersionWriter:
     `mark_received` and `apply_delta` may run in a thread, one at a time.
     """
 
-    def __init__(
-        self, manifest: WeightManifest, fd: int, *, owned: bool, origin: int | None = None
-    ) -> None:
+    def __init__(self, manifest: WeightManifest, fd: int, *, owned: bool) -> None:
         """`fd` is a memory file of the payload's size. A file that is not `owned` is
         sealed and contains the bytes to verify.
-
-        `origin` is a file from which `load` copies.
         """
-        self.manifest = manifest
-        self.fd, self._origin = fd, origin
+        self.manifest, self.fd = manifest, fd
         self._mapped: mmap.mmap | None = None
         if manifest.nbytes:
             flags, prot = (
@@ -127,13 +121,6 @@ class VersionWriter:
         self.received = Ranges()
         self.contiguous = 0
         """Number of bytes received without a gap before them."""
-
-    @property
-    def copies(self) -> bool:
-        """Return whether `load` copies. If not, all bytes are present from the start,
-        and `load` only verifies them.
-        """
-        return self._origin is not None
 
     def destination(self, start: int, stop: int) -> memoryview:
         """Return the memory for bytes `[start, stop)`, which the caller releases before
@@ -162,13 +149,12 @@ class VersionWriter:
                 self.contiguous = high
 
     def load(self, start: int, stop: int, *, origin: int | None = None) -> int:
-        """Load bytes `[start, stop)` from this host's memory, or from file `origin`
-        there; return their xxh3-64.
+        """Load bytes `[start, stop)`, which are present already if the writer does not
+        own its memory, or else come from file `origin`. Return their xxh3-64.
 
         Raises FetchError (source).
         """
         view = self.destination(start, stop)
-        origin = self._origin if origin is None else origin
         if origin is not None and read_into(view, origin, start) < stop - start:
             raise FetchError(
                 "source", f"{self.manifest.location} shrank below {stop} bytes while it was read"
@@ -244,9 +230,6 @@ class VersionWriter:
             with contextlib.suppress(BufferError):
                 self._mapped.close()
             self._mapped = None
-        if self._origin is not None:
-            os.close(self._origin)
-            self._origin = None
 
     def _blocks(self, start: int, stop: int) -> tuple[delta.Span, ...]:
         """Return the blocks of weights/delta in these bytes. The bytes must be whole
@@ -309,24 +292,17 @@ class VersionStore:
             raise
 
     def open_local(self, manifest: WeightManifest) -> VersionWriter:
-        """Open a version in this host's memory, for `load`. Sealed memory is shared,
-        not copied.
+        """Open a version in this host's memory, for `load`. The memory is shared, not
+        copied.
 
-        Raises FetchError (broken, room; source if the memory is gone).
+        Raises FetchError (broken; source if the memory is gone).
         """
         self.check(manifest)
-        origin = open_source(manifest.location, manifest.nbytes)
+        fd = open_source(manifest.location, manifest.nbytes)
         try:
-            if is_sealed(origin):
-                return VersionWriter(manifest, origin, owned=False)
-            fd = _allocate(manifest)
-            try:
-                return VersionWriter(manifest, fd, owned=True, origin=origin)
-            except BaseException:
-                os.close(fd)
-                raise
+            return VersionWriter(manifest, fd, owned=False)
         except BaseException:
-            os.close(origin)
+            os.close(fd)
             raise
 
     def add(self, stored: StoredVersion) -> None:

@@ -45,8 +45,8 @@ def test_a_version_has_all_weights_and_what_changes_has_the_format_of_its_adapte
     merging = AdapterMerger(model, shape, scale=SCALE)
     for number in (1, 2):  # the second does not build on the first
         with (
-            publish(adapters, version=number, publication_id=number, directory=tmp_path) as given,
-            merging.merged(given.manifest, tmp_path) as made,
+            publish(adapters, version=number, publication_id=number) as given,
+            merging.merged(given.manifest) as made,
         ):
             manifest = made.manifest
             assert (manifest.version, manifest.publication_id) == (number, number)
@@ -75,10 +75,10 @@ def test_a_checkpoint_gives_the_same_weights(tmp_path: Path) -> None:
         version=3, publication_id=8, directory=str(tmp_path / "c"), dtype="float32"
     )
     with (
-        publish(adapters, version=3, publication_id=8, directory=tmp_path) as given,
-        merging.merged(given.manifest, tmp_path) as one,
+        publish(adapters, version=3, publication_id=8) as given,
+        merging.merged(given.manifest) as one,
         published(command) as saved_adapters,
-        merging.merged(saved_adapters.manifest, tmp_path) as other,
+        merging.merged(saved_adapters.manifest) as other,
     ):
         assert one.manifest.digest == other.manifest.digest
 
@@ -87,10 +87,10 @@ def test_whole_weights_are_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m")
     weights = dict(read_tensors_of(model))
     with (
-        publish(weights, version=1, publication_id=1, directory=tmp_path) as given,
+        publish(weights, version=1, publication_id=1) as given,
         pytest.raises(WeightsError, match="tensors must be those of adapters"),
     ):
-        AdapterMerger(model, read_shape(model), scale=SCALE).merged(given.manifest, tmp_path)
+        AdapterMerger(model, read_shape(model), scale=SCALE).merged(given.manifest)
 
 
 def test_a_model_that_is_gone_is_an_error_of_the_version(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_model_that_is_gone_is_an_error_of_the_version(tmp_path: Path) -> None
     shape, adapters = read_shape(model), random_adapters(model, torch.float32)
     (model / "model.safetensors").unlink()
     with (
-        publish(adapters, version=1, publication_id=1, directory=tmp_path) as given,
+        publish(adapters, version=1, publication_id=1) as given,
         pytest.raises(WeightsError, match=r"must hold model\.safetensors"),
     ):
-        AdapterMerger(model, shape, scale=SCALE).merged(given.manifest, tmp_path)
+        AdapterMerger(model, shape, scale=SCALE).merged(given.manifest)
 
 
 @pytest.mark.variants
@@ -111,7 +111,7 @@ def test_a_model_that_only_transformers_computes_is_that_of_the_export(
 ) -> None:
     """Its experts are one parameter in memory and several tensors in the files."""
     model = build(name, tmp_path / name)
-    trainer = Trainer(make_config(lora={"rank": 2}), model, tmp_path)
+    trainer = Trainer(make_config(lora={"rank": 2}), model)
     assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
     reply = trainer.handle(Publish(version=1, publication_id=1))
     assert isinstance(reply, Published), reply
@@ -120,7 +120,7 @@ def test_a_model_that_only_transformers_computes_is_that_of_the_export(
     assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
     exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")
     merging = AdapterMerger(model, read_any_shape(model), scale=16.0)
-    with merging.merged(reply.manifest, tmp_path) as made:
+    with merging.merged(reply.manifest) as made:
         tensors = read_tensors(made.manifest)
         assert tensors.keys() == exported.keys()
         for key, tensor in tensors.items():

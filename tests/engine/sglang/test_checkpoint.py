@@ -26,7 +26,7 @@ def published(model: Path, *, mixed: bool = False) -> tuple[dict[str, torch.Tens
     if mixed:  # an odd number of narrow values before wide ones
         name = next(iter(tensors))
         tensors[name] = tensors[name].to(torch.bfloat16)
-    return tensors, publish(tensors, version=3, publication_id=3, directory=model.parent)
+    return tensors, publish(tensors, version=3, publication_id=3)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

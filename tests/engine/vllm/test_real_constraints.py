@@ -128,9 +128,7 @@ async def a_turn_has_the_logprobs_of_each_version(engine: EngineClient, director
     other = directory.parent / "other"
     other.mkdir()
     checkpoint(other, head_dim=32, seed=5)
-    with publish(
-        dict(read_tensors_of(other)), version=1, publication_id=1, directory=directory.parent
-    ) as publication:
+    with publish(dict(read_tensors_of(other)), version=1, publication_id=1) as publication:
         await engine.stage(publication.manifest)
         asked = request("both", LONG, max_tokens=390)
         turn = engine.generate(asked)

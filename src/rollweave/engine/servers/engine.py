@@ -456,7 +456,7 @@ class ServerEngine:
         if self._adapters is None:
             held = self._kind.hold(self._spec, manifest, self._shape, self._folder)
         else:
-            with self._adapters.merged(manifest, self._folder) as weights:
+            with self._adapters.merged(manifest) as weights:
                 held = self._kind.hold(self._spec, weights.manifest, self._shape, self._folder)
         self._brought_s = time.monotonic() - started
         return held
@@ -466,7 +466,7 @@ class ServerEngine:
             return self._hold(publication.manifest)
 
     def _hold_model(self) -> HeldWeights:
-        with published_model(Path(self._spec.model), self._shape, self._folder) as publication:
+        with published_model(Path(self._spec.model), self._shape) as publication:
             return self._kind.hold(self._spec, publication.manifest, self._shape, self._folder)
 
     async def _swap(self, held: HeldWeights) -> None:

@@ -49,7 +49,7 @@ def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mma
     return fd, buffer
 
 
-def published_model(model: Path, shape: ModelShape, folder: Path) -> "Publication":
+def published_model(model: Path, shape: ModelShape) -> "Publication":
     """Publish the weights of a checkpoint from this process, as version 0. Raises
     WeightsError.
     """
@@ -62,7 +62,7 @@ def published_model(model: Path, shape: ModelShape, folder: Path) -> "Publicatio
     try:
         metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors())
         each = (tensor for _, tensor in tensors())
-        return publish_each(metas, each, version=0, publication_id=0, directory=folder)
+        return publish_each(metas, each, version=0, publication_id=0)
     except ConfigError as error:
         raise WeightsError(str(error)) from error
 
@@ -76,12 +76,7 @@ def published(command: LoadCheckpoint) -> "Publication":
 
     directory, dtype = Path(command.directory), getattr(torch, command.dtype)
     tensors = read_trainer_checkpoint(directory, step=command.version, dtype=dtype)
-    return publish(
-        tensors,
-        version=command.version,
-        publication_id=command.publication_id,
-        directory=directory / "published",
-    )
+    return publish(tensors, version=command.version, publication_id=command.publication_id)
 
 
 class AdapterMerger:
@@ -93,7 +88,7 @@ class AdapterMerger:
         self._model, self._shape, self._scale = model, shape, scale
         self._base: AdapterBase | None = None
 
-    def merged(self, manifest: WeightManifest, folder: Path) -> "Publication":
+    def merged(self, manifest: WeightManifest) -> "Publication":
         """Publish the weights of a version of adapters from this process, those that
         they change in their number format. Raises WeightsError.
         """
@@ -112,7 +107,6 @@ class AdapterMerger:
             (tensor.to(formats[name]) for name, tensor in weights),
             version=manifest.version,
             publication_id=manifest.publication_id,
-            directory=folder,
         )
 
     def _read_base(self) -> AdapterBase:

@@ -59,7 +59,7 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
             _await_model(random_dir)
         if config.lora is not None:
             _make_base(config, random_dir, model_dir, ranks)
-    trainer = Trainer(config, model_dir, Path(spec.run_dir), ranks=ranks)
+    trainer = Trainer(config, model_dir, ranks=ranks)
     if spec.warm_up and config.warmup.steps and (scratch is None or config.lora is None):
         _warm_up(trainer, config, model_dir)
     return trainer.ready(), trainer
@@ -77,7 +77,7 @@ def _warm_up(trainer: Trainer, config: RunConfig, model_dir: Path) -> None:
 def _make_base(config: RunConfig, random_dir: Path, model_dir: Path, ranks: RankGroup) -> None:
     """Warm up all weights of a model from scratch, as the base of its adapters."""
     whole = config.model_copy(update={"lora": None})
-    trainer = Trainer(whole, random_dir, model_dir.parent, ranks=ranks)
+    trainer = Trainer(whole, random_dir, ranks=ranks)
     if config.warmup.steps:
         _warm_up(trainer, whole, random_dir)
     warm = model_dir.with_name(WARM)

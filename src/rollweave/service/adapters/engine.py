@@ -63,7 +63,7 @@ class TrainedEngine(LoopContext):
 
     async def _open(self) -> None:
         scratch = self._stack.enter_context(temporary_folder("rollweave-engines-"))
-        self._publisher = Publisher(scratch)
+        self._publisher = Publisher()
         self._stack.callback(self._publisher.close)
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model_ready.set_result(None)

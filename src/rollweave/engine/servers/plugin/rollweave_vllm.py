@@ -89,8 +89,7 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, and end now if that has
     happened: a process that vLLM starts imports for many seconds before it gets here.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(ORPHANED)

@@ -34,8 +34,7 @@ def main() -> None:
 
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when `parent` ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(ORPHANED)
 
