@@ -181,6 +181,7 @@ class Runner:
             include=list(map(str, self._sources)),
             messages=False,
         )
+        measure.set_option("run:disable_warnings", ["no-data-collected"])
         cost = {}
         measure.start()
         for item in items:
@@ -276,12 +277,15 @@ class Runner:
         mutant, folder, begin = self._running.pop(pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        if os.WIFEXITED(status) and status:
+        report = folder / "report"
+        if os.WIFEXITED(status) and status and not report.exists():
             sys.exit(f"could not try {mutant}")
-        killed_by, seconds, tests = json.loads((folder / "report").read_text())
+        killed_by, seconds, tests = json.loads(report.read_text())
         shutil.rmtree(folder, ignore_errors=True)
         if os.WIFSIGNALED(status):
             killed_by = f"{killed_by} ({signal.Signals(os.WTERMSIG(status)).name})"
+        elif status:  # the mutant broke the process in which the test runs
+            killed_by = f"{killed_by} (status {os.WEXITSTATUS(status)})"
         elif killed_by is not None:
             self._kills[mutant.file][killed_by] += 1
         self.results.append(Result(mutant, killed_by, seconds, tests))
