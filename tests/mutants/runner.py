@@ -146,7 +146,8 @@ class Runner:
         what tests share has.
         """
         shared = hashlib.sha256()
-        for path in [*sorted(SOURCE.rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]:
+        tests_and_tables = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tests").rglob("*.toml")]
+        for path in [*sorted(SOURCE.rglob("*.py")), *sorted(tests_and_tables)]:
             if not path.name.startswith("test_") and "mutants" not in path.parts:
                 shared.update(path.read_bytes())
         modules: dict[Path, list[pytest.Item]] = {}

@@ -16,6 +16,7 @@ from rollweave.schema.events import Event, RewardFailed
 from rollweave.schema.text import (
     ERROR_CHARS,
     decimal,
+    decoding_failure,
     failure_kind,
     raised,
     shortened,
@@ -112,41 +113,6 @@ def test_digits_of_another_script_are_no_number(digits: str) -> None:
     assert (whole(digits[:18]) is None) is not digits[:18].isascii()
 
 
-@pytest.mark.parametrize("text", ["", "-1", "+1", " 1", "1_0", "²", "1" * 19])
-def test_what_is_no_whole_number(text: str) -> None:
-    assert whole(text) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("1", 1.0), ("-.5", -0.5), ("+2.", 2.0), ("1e-3", 0.001), ("007", 7.0)]
-)
-def test_accepts_decimals(text: str, value: float) -> None:
-    assert decimal(text) == value
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "１",
-        "1_000",
-        "nan",
-        "inf",
-        "-Infinity",
-        "1e400",
-        "0x1",
-        "1,5",
-        " 1",
-        "1\n",
-        ".",
-        "e3",
-        "--1",
-    ],
-)
-def test_refuses_other_numbers(text: str) -> None:
-    assert decimal(text) is None
-
-
 METHODS = st.sampled_from(["reset", "step", "env_error: making the environment"])
 CLASSES = st.sampled_from(["KeyError", "OSError"])
 PLACES = st.sampled_from(["/envs/a.py:3", "/envs/a.py:4", "/the envs (new)/b.py:3", "<string>:1"])
@@ -241,3 +207,14 @@ def test_no_text_takes_long() -> None:
     for part in (" (", " raised x: (", "'", "a:1", "(a:1) ", "\n raised "):
         failure_kind(part * (ERROR_CHARS // len(part)))
     failure_kind("".join(draws.choices("( ):1'\"/\n", k=ERROR_CHARS)))
+
+
+def test_half_a_surrogate_pair_is_named() -> None:
+    for body, told in ((rb'"\ud800"', 1), (rb'"\uDFFF', 1), (rb'"\u0041', 0), (b"{", 0)):
+        with pytest.raises(msgspec.DecodeError) as raised:
+            msgspec.json.decode(body)
+        failure = decoding_failure(body, raised.value)
+        assert failure.endswith(str(raised.value))
+        assert failure.startswith("text must be valid UTF-8, without one half") is bool(told)
+    assert decoding_failure(rb'"\ud800"', ValueError("no object")) == "no object"
+    assert valid_tree({"a\ud800": ("\ud800", [1])}) == {"a\ufffd": ("\ufffd", [1])}

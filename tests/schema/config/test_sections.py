@@ -1,7 +1,5 @@
 """Settings of a section, and what follows from them."""
 
-import pytest
-
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.run import ignored
@@ -97,13 +95,6 @@ def test_a_section_gives_the_model_adapters_which_a_run_keeps() -> None:
         assert line.startswith("lora must stay as the run began, ")
 
 
-@pytest.mark.parametrize("given", ["q_proj", "['q_proj']"])
-def test_one_target_may_stand_alone(given: str) -> None:
-    lora = loads(SCRATCH, [f"lora.targets={given}"]).lora
-    assert lora is not None
-    assert lora.targets == ("q_proj",)
-
-
 def test_groups_of_all_kinds_may_be_in_one_run() -> None:
     config = loads(SCRATCH + VLLM + '[[engines]]\n[[engines]]\nkind = "sglang"\n')
     assert [group.server for group in config.engines] == ["vllm", None, "sglang"]
@@ -116,32 +107,6 @@ def test_a_server_may_have_several_gpus_and_sglang_may_be_deterministic() -> Non
     sets = ["engines={kind='sglang', deterministic=true, degree=2}", "model.device=cuda"]
     (group,) = loads(SCRATCH, sets).engines
     assert (group.deterministic, group.degree) == (True, 2)
-
-
-def test_the_run_may_decide_how_many_engines_of_each_degree_there_are() -> None:
-    config = loads(SCRATCH, ["engines.kind=sglang", "allocation.budget=4", "model.device=cuda"])
-    assert config.degrees == (1, 2, 4)
-    for degree, budget, degrees in ((2, 64, (2, 4, 8)), (8, 64, (8, 16)), (3, 7, (3, 6))):
-        sets = [f"engines={{kind='sglang', degree={degree}}}", f"allocation.budget={budget}"]
-        assert loads(SCRATCH, sets).degrees == degrees
-
-
-def test_a_model_from_scratch_has_heads_that_vllm_computes_and_keeps_them() -> None:
-    narrow, wide = loads(SCRATCH), loads(SCRATCH + VLLM)
-    assert (narrow.head_dim, wide.head_dim) == (16, 32)
-    (line,) = strays(narrow, wide)
-    assert line.startswith("engines.kind must stay as the run began, ")
-    assert "heads of 16" in line
-    assert "heads of 32" in line
-
-
-def test_other_log_probs_are_asked_for_only_if_a_temperature_needs_them() -> None:
-    assert not loads(SCRATCH, ["eval.temperature=1"]).scales_logprobs
-    unevaluated = ["eval.temperature=0.5", "eval.every=0", "eval.final_episodes=0"]
-    assert not loads(SCRATCH, unevaluated).scales_logprobs
-    assert loads(SCRATCH, ["eval.temperature=0.5"]).scales_logprobs
-    sets = ["engines.kind=sglang", "rollout.temperature=0.5", "rollout.top_p=0.9"]
-    assert loads(SCRATCH, sets).scales_logprobs
 
 
 def test_there_is_one_engine_for_each_address() -> None:

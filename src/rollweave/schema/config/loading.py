@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -310,18 +310,23 @@ def _pointer(file: type[BaseModel], where: tuple[str | int, ...]) -> str:
     """Point to the reference of the section, if this is a configuration."""
     if file is not RunConfig:
         return ""
-    key = ".".join(part for part in where[:-1] if isinstance(part, str))
     known = where[0] in RunConfig.model_fields and _section(file, where[:-1]) is not None
+    named = known and get_origin(RunConfig.model_fields[str(where[0])].annotation) is dict
+    parts = where[:1] if named else where[:-1]  # the reference has one page for all names
+    key = ".".join(part for part in parts if isinstance(part, str))
     return f"; see `rollweave config{f' {key}' if key and known else ''}`"
 
 
 def _section(file: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
     model: type[BaseModel] | None = file
+    names_follow = False
     for part in path:
-        if isinstance(part, int):
+        if isinstance(part, int) or names_follow:
+            names_follow = False
             continue
         field = model.model_fields.get(part) if model else None
         model = model_in(field.annotation) if field else None
+        names_follow = field is not None and get_origin(field.annotation) is dict
     return model
 
 
