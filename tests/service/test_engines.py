@@ -102,11 +102,12 @@ async def wait_for_shares(services: list[str], sizes: list[int]) -> None:
     """Wait until each engine is registered with one service, and service i has
     `sizes[i]` engines.
     """
-    while True:
-        answer = [await addresses_at(service) for service in services]
-        if [len(own) for own in answer] == sizes and sum(sizes) == len(set.union(*answer)):
-            return
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(60.0):
+        while True:
+            answer = [await addresses_at(service) for service in services]
+            if [len(own) for own in answer] == sizes and sum(sizes) == len(set.union(*answer)):
+                return
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -118,7 +119,7 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         configs.append(registered(tmp_path / name))
-    programs = [Program(config) for config in configs]
+    programs = [Program(config, registered=True) for config in configs]
     services = [program.address for program in programs]
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -137,7 +138,7 @@ async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: P
             for status in await asyncio.gather(*tasks):
                 assert status.members[0].stop_reason == "finished"
             port = int(services[0].rpartition(":")[2])
-            programs[0] = Program(configs[0], port=port)
+            programs[0] = Program(configs[0], port=port, registered=True)
             await wait_for_shares(services, [2, 2])
             await client.register_engines(
                 [EngineRequest(address=place, dialect="rollweave") for place in places[:2]]
