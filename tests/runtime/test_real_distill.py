@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from rollweave.cli import main as cli
 from rollweave.envs.frozenlake import FrozenLake
 from rollweave.record.store import TrajectoryReader
+from rollweave.rollout import teacher as teachers
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.work import Purpose
@@ -123,10 +125,7 @@ def test_a_teacher_that_is_lost_ends_attempts_and_then_the_run(
         url = stack.enter_context(served(model, token))
         monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
         config = taught(tmp_path, url, run={"steps": 1000}, rollout={"retries": 0})
-        teacher = {"url": url}
-        monkeypatch.setattr("rollweave.rollout.teacher.TEACHER_S", 1.0)
-        config = RunConfig.model_validate({**config.model_dump(), "teacher": teacher})
-        with living(config) as life:
+        with living(config, program=__name__) as life:  # whose teacher must answer sooner
             life.until(lambda core: core.state.trainer.step >= 1, "a step")
             stack.close()
             assert life.end() == 1
@@ -140,3 +139,8 @@ def test_a_teacher_that_is_lost_ends_attempts_and_then_the_run(
     ]
     assert failed
     assert {(each.blame, each.reward) for each in failed} == {("infrastructure", None)}
+
+
+if __name__ == "__main__":
+    teachers.TEACHER_S = 1.0
+    cli.app()

@@ -330,7 +330,7 @@ def test_a_controller_is_killed(tmp_path: Path, moment: Any) -> None:
 def test_a_controller_is_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     config = lake(tmp_path, run={"steps": 4})
     lineage = Lineage()
-    with living(config, halting=True) as life:
+    with living(config, program="tests.support.real_runs") as life:
         pattern = "step-000002.partial-*/model.safetensors"
         wait_for(lambda: list(life.run.checkpoints.glob(pattern)), "half a checkpoint", life)
         life.kill()

@@ -78,17 +78,18 @@ def hazardous(directory: Path, options: dict[str, Any], **sections: dict[str, An
 class Life:
     """One controller of a run, in a separate process."""
 
-    def __init__(self, config: RunConfig, *, resume: bool = False, halting: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, *, resume: bool = False, program: str = "rollweave.cli.main"
+    ) -> None:
         directory = Path(config.run.dir)
         directory.mkdir(parents=True, exist_ok=True)
         self.config, self.run = config, RunDir(directory / config.run.name)
         file = directory / "given.toml"
         file.write_text(dumps(config))
-        module = "tests.support.real_runs" if halting else "rollweave.cli.main"
         command = [
             sys.executable,
             "-m",
-            module,
+            program,
             "train",
             str(file),
             *(["--resume"] if resume else []),
@@ -162,9 +163,11 @@ def wait_for(condition: Callable[[], Any], what: str, life: Life) -> Any:
 
 
 @contextlib.contextmanager
-def living(config: RunConfig, *, resume: bool = False, halting: bool = False) -> Iterator[Life]:
-    """Start a controller that does not outlive the test."""
-    life = Life(config, resume=resume, halting=halting)
+def living(
+    config: RunConfig, *, resume: bool = False, program: str = "rollweave.cli.main"
+) -> Iterator[Life]:
+    """Start a controller that does not outlive the test, by a module that is run."""
+    life = Life(config, resume=resume, program=program)
     try:
         yield life
     finally:
