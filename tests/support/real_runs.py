@@ -242,7 +242,7 @@ def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 0
     required = GROUPS * MEMBERS * config.run.steps
     assert left <= (1 + 2 * losses) * GROUPS * MEMBERS, account
     # those that left in a step that was lost with the trainer are replaced
-    assert account["trained"] <= required <= account["trained"] + left
+    assert account["trained"] <= required <= account["trained"] + left, (account, required)
     assert summary_["eval_episodes"] == {"lake": 8}
     window = preset(config.rollout.mode, config.rollout.alpha).window
     assert window is None or summary_["staleness_max"] <= window

@@ -196,20 +196,31 @@ def test_a_relay_fetches_the_published_weights_that_it_lacks() -> None:
     assert asked(run) == [("r2", "r1")], "the one before it is fetching them"
 
 
-def test_older_weights_are_fetched_by_the_master_if_no_relay_has_them() -> None:
-    """An evaluation waits for weights 10, which the trainer still has."""
-    for holders, expected in (((), 10), (("r2",), None), (("r0", "r1", "r2"), None)):
+def test_older_weights_come_to_where_an_engine_can_load_them() -> None:
+    """An evaluation waits for weights 10, which the trainer still has. The master
+    fetches them if no relay has them, and else a relay with an engine on its host, if
+    none of these has them.
+    """
+    for hosts, holders, expected in (
+        ({1, 2}, (), [("r0", None)]),
+        ({1, 2}, ("r2",), []),
+        ({1}, ("r2",), [("r1", "r2")]),
+        ({2}, ("r0", "r1"), [("r2", "r1")]),
+        (set[int](), ("r0",), []),
+    ):
         run, _ = fetching(mode="decoupled")
         run.state.evaluations.current = Evaluation(
             version=1, final=False, to_draw=[], publication_id=10
         )
         for relay in relays_of(run).values():
             relay.versions = [10, 20] if relay.id in holders else [20]
-        master, second = (
-            relays_of(run)["r0"],
-            relays_of(run)["r1"],
-        )
-        assert relays._missing_version(run, master) == expected
-        assert relays._missing_version(run, second) is None
+            relay.status, relay.fetch = RelayStatus.READY, None
+        for engine, host in zip(
+            list(run.state.engines.values()), [*hosts, None, None], strict=False
+        ):
+            engine.seat.host, engine.draining = host or 0, host is None
+        run.fleet_changed()
+        relays.advance(run)
+        assert asked(run) == expected, (hosts, holders)
         del run.state.publication.retained[10]
-        assert relays._missing_version(run, master) is None
+        assert relays._older_weights(run) is None

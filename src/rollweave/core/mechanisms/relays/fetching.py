@@ -7,7 +7,8 @@ received so far. Invariants: a fetching relay has a source that holds the same w
 or that stands before it and is fetching the same weights, so that no relays wait for
 each other; a relay that joins becomes the last of its site; relays of a site do not
 fetch a version from another site if a relay before them brings it to theirs; a relay on
-a host without engines fetches nothing, unless it is the master. A failed fetch is
+a host without engines fetches nothing, unless it is the master; older weights that
+something waits for come to the host of an engine that can load them. A failed fetch is
 retried immediately from another source, or after the next watchdog check if there is
 none. The loss of the trainer is never blamed on a relay.
 
@@ -22,6 +23,7 @@ and again.
 
 from bisect import insort
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rollweave.core import weights
 from rollweave.core.mechanisms import membership
@@ -30,7 +32,6 @@ from rollweave.core.mechanisms.relays.state import (
     Relay,
     Relays,
     RelayStatus,
-    is_chain_head,
     leave_chain,
     only_it_reaches_the_trainer,
     relay_id,
@@ -62,6 +63,13 @@ LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
 """Legal transitions of a relay. A restart replaces its record by a new record in
 STARTING.
 """
+
+
+class Older(NamedTuple):
+    """Older weights that the relay is to fetch, because they are waited for."""
+
+    relay: Relay
+    publication_id: int
 
 
 def on_joined(run: Run, event: RelayJoined) -> None:
@@ -218,6 +226,7 @@ def advance(run: Run) -> None:
     for relay in [relay for relay in part.relays.values() if relay.restart_reason]:
         restart(run, relay, relay.restart_reason)
     _lead_beside_the_trainer(run)
+    older = _older_weights(run)
     for relay in [part.relays[name] for name in part.order]:
         if relay.fetch is not None:
             served = _has_source(run, relay.fetch)
@@ -226,8 +235,8 @@ def advance(run: Run) -> None:
             if _fetch_from_best(run, relay, relay.fetch.publication_id) or served:
                 continue
             _stop(run, relay)
-        wanted = _missing_version(run, relay)
-        if wanted is not None and not _comes_to_its_site(run, relay, wanted):
+        wanted = _missing_version(run, relay, older)
+        if wanted is not None and not _comes_to_its_site(run, relay, wanted, older):
             _fetch_from_best(run, relay, wanted)
 
 
@@ -243,7 +252,7 @@ def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
     return bool(ways)
 
 
-def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
+def _comes_to_its_site(run: Run, relay: Relay, wanted: int, older: Older | None) -> bool:
     """True if a relay before `relay` is fetching older weights and will bring `wanted`
     to the site next, and no relay of the site has `wanted` yet: a second fetch would
     cross the link between sites, too.
@@ -259,30 +268,42 @@ def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
         other.fetch is not None
         and not other.suspected
         and site_of(run, other.host) == own
-        and _missing_version(run, other) == wanted
+        and _missing_version(run, other, older) == wanted
         for other in before
     )
 
 
-def _missing_version(run: Run, relay: Relay) -> int | None:
-    """The weights that the relay should fetch: the published ones, if it needs any; for
-    the master also older weights that are waited for, if no relay has them.
+def _missing_version(run: Run, relay: Relay, older: Older | None) -> int | None:
+    """The weights that the relay should fetch: the published ones, if it needs any and
+    lacks them, or else the older ones that it is to bring.
     """
-    part = run.part(Relays)
-    state = run.state
-    published, retained = state.publication.id, state.publication.retained
+    published = run.state.publication.id
     if (
-        published in retained
+        published in run.state.publication.retained
         and published not in relay.versions
-        and takes_versions(part, relay, run.fleet.hosts)
+        and takes_versions(run.part(Relays), relay, run.fleet.hosts)
     ):
         return published
-    if relay.suspected or not is_chain_head(part, relay):
-        return None
-    other = run.pacing.awaited_weights(run)
-    if other not in retained:
+    return older.publication_id if older is not None and older.relay is relay else None
+
+
+def _older_weights(run: Run) -> Older | None:
+    """Older weights that are waited for, and the relay that is to fetch them: the head
+    of the chain if no relay has them; or else, if no engine can load them from where
+    they are, the first relay that has an engine on its host.
+    """
+    part = run.part(Relays)
+    awaited = run.pacing.awaited_weights(run)
+    if awaited is None or awaited not in run.state.publication.retained:
         return None  # only a checkpoint has them, or nothing waits for them
-    return other if not any(other in holder.versions for holder in part.relays.values()) else None
+    relays = [part.relays[name] for name in part.order if not part.relays[name].suspected]
+    if any(awaited in relay.versions for relay in part.relays.values()):
+        engines = [one for one in run.state.engines.values() if one.samples and not one.departing]
+        if any(weights.is_loadable(run, engine, awaited) for engine in engines):
+            return None
+        hosts = {engine.seat.host for engine in engines}
+        relays = [relay for relay in relays if relay.host in hosts]
+    return Older(relays[0], awaited) if relays else None
 
 
 def check_timeouts(run: Run) -> None:
