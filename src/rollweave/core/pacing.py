@@ -50,7 +50,9 @@ class SharedPacing(Pacing):
         return weights.newest(run, engine)
 
     def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
-        """Stale engines at once, serving ones when the mode allows it."""
+        """Yield engines that take no turns, because they are stale or lag behind the
+        others, at once, and serving engines when the mode allows it.
+        """
         state = run.state
         if not state.publication.retained:
             return  # nothing is published yet, or its holders are gone
@@ -73,10 +75,9 @@ class SharedPacing(Pacing):
         )
         for engine in outdated:
             newest = weights.newest(run, engine)
-            if engine.status is EngineStatus.STALE:
-                if not self.holds_back(run, newest):
-                    yield engine, newest
-            elif may_update:
+            lags = run.fleet.version is not None and engine.version < run.fleet.version
+            takes_none = lags or engine.status is EngineStatus.STALE
+            if may_update or (takes_none and not self.holds_back(run, newest)):
                 yield engine, newest
 
     def holds_back(self, run: Run, publication_id: int | None) -> bool:
