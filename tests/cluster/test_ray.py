@@ -292,7 +292,7 @@ def test_a_node_in_use_is_named(ray: RayHosts, tmp_path: Path) -> None:
     try:
         until(lambda: "1.0/2.0 CPU" in ray.status(), "the other work")
         printed = tmp_path / "printed"
-        with controller(config_of(tmp_path, ray), ray):
+        with controller(config_of(tmp_path, ray), ray, "phases"):
             wait = "waiting for Ray to reserve all of the node (1 CPU, "
             until(lambda: wait in printed.read_text(), "the wait for the node")
     finally:

@@ -18,6 +18,7 @@ import ctypes
 import dataclasses
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -122,6 +123,9 @@ class Runner:
         with tempfile.TemporaryDirectory() as scratch:
             self._scratch = Path(scratch)
             self._tests, self._cost = self._coverage()
+            for source in self._sources:  # also those that a test would import later
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(_module_of(source))
             self._functions = _functions_by_place()
             self._stdout = os.dup(1)
             self._running: dict[int, tuple[Mutant, Path, float]] = {}
@@ -331,6 +335,11 @@ def _ending_here() -> Iterator[None]:
 def _address_space() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
+
+
+def _module_of(source: Path) -> str:
+    parts = source.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _functions_by_place() -> Mapping[tuple[str, int, str], Sequence[types.FunctionType]]:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from rollweave.record.journal import Replay
 from rollweave.record.summary import Summary
 from rollweave.runtime.launch import train
+from rollweave.runtime.metrics import Silent
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import TurnDone
@@ -206,8 +207,18 @@ def killed(config: RunConfig) -> None:
     assert_no_processes(config)
 
 
+class Phases(Silent):
+    """Shows the phases of a run."""
+
+    def phase(self, text: str) -> None:
+        print(text, flush=True)
+
+
 if __name__ == "__main__":
-    summary = train(load(sys.argv[1]), resume="resume" in sys.argv[2:], programs=FAKES)
+    shown = Phases() if "phases" in sys.argv[2:] else None
+    summary = train(
+        load(sys.argv[1]), resume="resume" in sys.argv[2:], programs=FAKES, progress=shown
+    )
     print(
         json.dumps(
             {"steps": summary.steps, "interrupted": summary.interrupted, "error": summary.error}
