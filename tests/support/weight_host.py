@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -178,37 +179,18 @@ class Host:
         self.relay = Relay(transport, self._on_reply, linger_s=linger_s)
         self.address = RelayAddress(host="", port=0, secret=b"")
 
-    async def fetch(
-        self,
-        manifest: WeightManifest,
-        source: "Host | RelayAddress | None" = None,
-        *,
-        base_id: int | None = None,
-        keep: tuple[int, ...] = (),
-        chunk_bytes: int = 256 * KIB,
-    ) -> VersionFetched | VersionFailed:
-        self.start_fetch(manifest, source, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes)
+    async def fetch(self, *arguments: Any, **options: Any) -> VersionFetched | VersionFailed:
+        """Fetch a version, with the arguments of `start_fetch`."""
+        self.start_fetch(*arguments, **options)
         return await self.answer()
 
     def start_fetch(
-        self,
-        manifest: WeightManifest,
-        source: "Host | RelayAddress | None" = None,
-        *,
-        base_id: int | None = None,
-        keep: tuple[int, ...] = (),
-        chunk_bytes: int = 256 * KIB,
+        self, manifest: WeightManifest, source: "Host | RelayAddress | None" = None, **options: Any
     ) -> None:
+        """Start to fetch a version; `options` are further fields of `FetchVersion`."""
         address = source.address if isinstance(source, Host) else source
-        self.relay.fetch(
-            FetchVersion(
-                manifest=manifest,
-                source=address,
-                base_id=base_id,
-                keep=keep,
-                chunk_bytes=chunk_bytes,
-            )
-        )
+        options = {"chunk_bytes": 256 * KIB} | options
+        self.relay.fetch(FetchVersion(manifest=manifest, source=address, **options))
 
     def _on_reply(self, reply: RelayReply) -> None:
         if isinstance(reply, VersionStalled):

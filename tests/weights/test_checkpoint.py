@@ -2,8 +2,13 @@
 wrong with it.
 """
 
+import dataclasses
 import json
-from collections.abc import Sequence
+import math
+import random
+import re
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.weights.checkpoint import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    fingerprint,
     has_native_shape,
+    read_any_shape,
     read_rows_of,
     read_shape,
     read_sizes,
@@ -21,53 +30,122 @@ from rollweave.weights.checkpoint import (
     weight_files,
 )
 
-SIZES = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "num_hidden_layers": 1,
-    "intermediate_size": 64,
-}
+TABLE = tomllib.loads(Path(__file__).with_name("checkpoint.toml").read_text())
 
 
 def write(directory: Path, **changes: Any) -> None:
-    """Write a config.json; a value of None leaves the setting out."""
-    config = {key: value for key, value in (SIZES | changes).items() if value is not None}
+    """Write a config.json; a value of "-" leaves the setting out."""
+    config = {key: value for key, value in (TABLE["base"] | changes).items() if value != "-"}
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_a_shape_has_the_defaults_of_its_architecture(tmp_path: Path) -> None:
-    write(tmp_path)
-    shape = read_shape(tmp_path)
-    assert (shape.hidden, shape.head_dim, shape.kv_heads) == (64, 16, 4)
-    assert len(shape.inv_freq) == shape.head_dim / 2
+def parsed(rows: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by name, from lines of a name and sizes."""
+    return {row.split()[0]: tuple(map(int, row.split()[1:])) for row in rows}
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("row", TABLE["shapes"], ids=lambda row: ",".join(row["config"]))
+def test_a_shape_follows_from_the_settings(tmp_path: Path, row: dict[str, Any]) -> None:
+    write(tmp_path, **row["config"])
+    (tmp_path / "generation_config.json").write_text(json.dumps(row.get("generation", {})))
+    save(tmp_path, "model.safetensors", "w0")
+    shape = read_any_shape(tmp_path)
+    expected = row.get("shape", {})
+    for field, value in expected.items():
+        found = plain(getattr(shape, field))
+        if field == "inv_freq":
+            assert found == pytest.approx(value, rel=1e-6)
+        else:
+            assert found == ({"w0": (2, 2)} if field == "sizes" else value), field
+    if shape.sizes is not None:
+        assert not has_native_shape(tmp_path)
+        assert shape.tensors() == parsed(["w0 2 2"])
+        return
     assert has_native_shape(tmp_path)
+    if shape.head_dim == TABLE["base"]["head_dim"]:
+        layer = [*TABLE["tensors"]["layer"], *row.get("more", [])]
+        rows = [f"model.layers.{number}.{name}" for number in (0, 1) for name in layer]
+        tensors = parsed([*rows, *TABLE["tensors"]["other"]])
+        for name in row.get("without", []):
+            del tensors[name]
+        assert shape.tensors() == tensors
+        assert shape.parameters() == sum(map(math.prod, tensors.values()))
+        assert shape.kv_bytes(2) == 2 * (2 * 2 * 8) * 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures must name one of Llama.*, got"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
-        ({"hidden_size": None}, "must name 'hidden_size'"),
-        ({"vocab_size": "many"}, "must describe a model's sizes: .*'many'"),
-        ({"num_attention_heads": 0}, "must describe a model's sizes"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "must name 'factor'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be .*, got 'yarn'"),
-        ({"rope_parameters": {"full_attention": {}}}, "those of all layers, got .*'full_att"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
-    ],
-)
-def test_what_is_wrong_is_one_line_that_names_the_file(
-    tmp_path: Path, changes: dict[str, Any], error: str
-) -> None:
-    write(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=error) as caught:
+@pytest.mark.parametrize("error", TABLE["errors"])
+def test_what_is_wrong_is_one_line_that_names_the_file(tmp_path: Path, error: str) -> None:
+    write(tmp_path, **TABLE["errors"][error])
+    with pytest.raises(ConfigError, match=re.escape(error)) as caught:
         read_shape(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_configuration_counts_as_native(tmp_path: Path) -> None:
+    """Its error is that of a model of this package, which names the file."""
+    assert has_native_shape(tmp_path)
+    write(tmp_path, architectures="-")
+    assert has_native_shape(tmp_path)
+    write(tmp_path, architectures=["Other"], hidden_size="-")
+    with pytest.raises(ConfigError, match=r"config\.json must name 'hidden_size'"):
+        read_any_shape(tmp_path)
+
+
+def test_tensors_that_are_not_the_parameters_are_named(tmp_path: Path) -> None:
+    write(tmp_path, tie_word_embeddings=True)
+    shape = read_shape(tmp_path)
+    own, head = shape.tensors(), parsed(["lm_head.weight 100 64"])
+    shape.check(own)
+    shape.check(own | head)
+    text = "tensors must be the model's parameters: missing {}, unknown {}"
+    for shapes, error in (
+        (own | {"x": (1,)}, text.format("[]", "['x']")),
+        (head, text.format(sorted(own)[:3], "[]")),
+        (own | dict.fromkeys("dcba", (1,)), text.format("[]", "['a', 'b', 'c']")),
+        (own | {"model.norm.weight": (65,)}, "model.norm.weight must have shape (64,), got (65,)"),
+    ):
+        with pytest.raises(WeightsError, match=re.escape(error)):
+            shape.check(shapes)
+    with pytest.raises(WeightsError, match=r"unknown .'lm_head.weight'"):
+        dataclasses.replace(shape, tied=False, sizes=own).check(own | head)
+    dataclasses.replace(shape, sizes=own).check({"model.norm.weight": (64,)})
+
+
+def test_any_change_of_the_files_changes_the_fingerprint(tmp_path: Path) -> None:
+    assert fingerprint(tmp_path) == str(tmp_path)
+    content = bytearray(random.Random(1).randbytes(SAMPLES * SAMPLE_BYTES))
+    prints = set()
+    for at in (None, 0, SAMPLE_BYTES - 1, SAMPLE_BYTES, len(content) // 2, len(content) - 1):
+        if at is not None:
+            content[at] ^= 1
+        (tmp_path / "b.safetensors").write_bytes(content)
+        prints.add(fingerprint(tmp_path))
+    (tmp_path / "b.safetensors").rename(tmp_path / "c.safetensors")
+    prints.add(fingerprint(tmp_path))
+    (tmp_path / "a.safetensors").write_bytes(b"x")
+    prints.add(fingerprint(tmp_path))
+    assert len(prints) == 8
+    assert fingerprint(tmp_path) == "bf6b543be2ab39d7aa6070760c82c7b5"
+
+
+def test_reads_the_requested_rows(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.tensor(5.0), "c": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    rows = dict(read_rows_of(tmp_path, {"a": slice(1, 2), "b": slice(0, 1)}))
+    assert {name: row.tolist() for name, row in rows.items()} == {"a": [[2.0, 3.0]], "b": 5.0}
+    assert {name: tensor.tolist() for name, tensor in read_tensors_of(tmp_path)} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors must be a complete safetensors file"
+    ):
+        read_sizes(tmp_path)
 
 
 def save(directory: Path, file: str, *names: str) -> None:
@@ -91,26 +169,14 @@ def test_tensors_that_a_model_computes_itself_are_not_read(tmp_path: Path) -> No
     assert {name for name, _ in read_rows_of(tmp_path, every)} == kept
 
 
-@pytest.mark.parametrize(
-    ("files", "places", "problem"),
-    [
-        (["model.safetensors", "1.safetensors"], ["1.safetensors"], "weights of one checkpoint"),
-        (["1.safetensors"], ["1.safetensors", "2.safetensors"], "got '2.safetensors', which is"),
-        (["1.safetensors"], ["../1.safetensors"], "must name files beside it, got '../1"),
-        (["1.safetensors", "2.safetensors"], ["1.safetensors", "2.safetensors"], "w0 must be in"),
-        (["1.safetensors"], [], "must have a weight_map"),
-        ([], None, "must hold model.safetensors or .*, got neither"),
-        (["pytorch_model.bin"], None, "got pytorch_model.bin; transformers converts it"),
-    ],
-)
-def test_files_that_are_not_one_checkpoint_are_refused(
-    tmp_path: Path, files: Sequence[str], places: Sequence[str] | None, problem: str
-) -> None:
+@pytest.mark.parametrize("problem", TABLE["files"])
+def test_files_that_are_not_one_checkpoint_are_refused(tmp_path: Path, problem: str) -> None:
+    files, *places = TABLE["files"][problem]
     for file in files:
         save(tmp_path, file, "w0")
-    if places is not None:
-        write_index(tmp_path, {f"w{place}": file for place, file in enumerate(places)})
-    with pytest.raises(ConfigError, match=problem) as caught:
+    for index in places:
+        write_index(tmp_path, {f"w{place}": file for place, file in enumerate(index)})
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         read_sizes(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -93,24 +93,8 @@ def test_any_change_decodes_as_the_format_describes(
     assert in_place == new.tobytes()
 
 
-SPECIAL = [
-    0,
-    1,
-    0x7F,
-    0x80,
-    0x3C00,
-    0x7BFF,
-    0x7C00,
-    0x7C01,
-    0x7E00,
-    0x7FFF,
-    0x8000,
-    0x8001,
-    0xBC00,
-    0xFC00,
-    0xFC01,
-    0xFFFF,
-]
+SPECIAL = [0, 1, 0x7F, 0x80, 0x3C00, 0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7FFF, 0x8000, 0x8001]
+SPECIAL += [0xBC00, 0xFC00, 0xFC01, 0xFFFF]
 
 
 def test_every_special_float_becomes_every_other() -> None:
@@ -136,24 +120,16 @@ def test_every_pattern_of_a_byte_becomes_every_other() -> None:
         assert applied(encode(few, other, itemsize=1), few) == other.tobytes()
 
 
+LAST = 131071
+
+
 @pytest.mark.parametrize(
     "positions",
-    [
-        [0],
-        [254],
-        [255],
-        [256],
-        [65534],
-        [65535],
-        [65536],
-        [0, 131071],
-        [131071],
-        [510, 65535, 65790],
-    ],
+    [[0], [254], [255], [256], [65534], [65535], [65536], [0, LAST], [LAST], [510, 65535, 65790]],
 )
 @pytest.mark.parametrize("itemsize", [1, 8])
 def test_encodes_gaps_of_any_length(positions: list[int], itemsize: int) -> None:
-    base = np.zeros(131072, f"<u{itemsize}")
+    base = np.zeros(LAST + 1, f"<u{itemsize}")
     new = base.copy()
     new[positions] = 1
     block = encode(base, new, itemsize=itemsize)
@@ -189,6 +165,17 @@ def test_chooses_a_form_by_density() -> None:
     assert sizes[0] == 0
     assert sizes == sorted(sizes)
     assert sizes[-1] == base.nbytes
+
+
+def test_a_form_is_tried_only_where_it_may_pay() -> None:
+    rng, one = np.random.default_rng(0), np.ones(4000, np.uint8)
+    base = rng.integers(0, 256, 4000).astype(np.uint8)
+    new = base + (rng.random(4000) < 0.45) * rng.integers(1, 8, 4000).astype(np.uint8)
+    cases = [(base, new, DENSE), (one[:63], 0 * one[:63], RAW), (one[:64], 0 * one[:64], DENSE)]
+    cases += [((base % most), one, form) for most, form in ((12, DENSE), (16, WHOLE))]
+    assert [encode(old, new, itemsize=1)[1] for old, new, _ in cases] == [
+        form for *_, form in cases
+    ]
 
 
 def test_bytes_per_changed_element_stay_within_bounds() -> None:
@@ -338,6 +325,8 @@ def zeros(count: int, *, sized: bool = True) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=sized).compress(bytes(count))
 
 
+CHANGES = struct.pack("<BIB", 0, 2, 1) + plane(2, b"\0\0")  # of two adjacent elements
+
 BOMBS: dict[str, Callable[[], tuple[int, bytes]]] = {
     "a plane of 4 GiB": lambda: (WHOLE, plane(HUGE, b"x")),
     "a frame of 1 GiB": lambda: (WHOLE, plane(300, zeros(1 << 30)[:200])),
@@ -351,6 +340,12 @@ BOMBS: dict[str, Callable[[], tuple[int, bytes]]] = {
         SPARSE,
         struct.pack("<BIB", 0, 2, 1) + plane(3, b"\xff\xff\0"),
     ),
+    "planes of two lengths": lambda: (WHOLE, plane(300, bytes(300)) + plane(299, bytes(299))),
+    "too few elements": lambda: (WHOLE, 2 * plane(299, bytes(299))),
+    "a plane longer than it claims": lambda: (WHOLE, plane(300, bytes(301))),
+    "no steps": lambda: (SPARSE, CHANGES + plane(0, b"")),
+    "too few long steps": lambda: (SPARSE, CHANGES + plane(1, b"\x0a") + 2 * plane(1, b"\0")),
+    "a change too few": lambda: (SPARSE, struct.pack("<BIB", 0, 3, 1) + CHANGES[6:]),
     "a body of another form": lambda: (RAW, b"x" * 10),
     "no such form": lambda: (9, b""),
 }
@@ -424,6 +419,8 @@ def test_small_tensors_share_a_block() -> None:
     scalar = TensorMeta(name="s", dtype="float32", shape=(), offset=0, nbytes=4)
     assert plan([scalar], 4) == (delta.Span(0, 4, 4),)
     assert plan([], 0) == ()
+    shifted = plan([meta("t0", 1, 4, 0), meta("t1", 1, 4, 6)], 10)
+    assert shifted == (delta.Span(0, 4, 4), delta.Span(4, 6, 1), delta.Span(6, 10, 4))
 
 
 def test_refuses_tensors_that_do_not_fit() -> None:

@@ -2,13 +2,18 @@
 refused.
 """
 
+import asyncio
 import contextlib
+import fcntl
 import itertools
+import mmap
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +21,12 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import WeightManifest
+from rollweave.schema.weights import WeightManifest, WeightPart
+from rollweave.weights import memory
 from rollweave.weights.memory import seal
 from rollweave.weights.publication import (
     ALIGNMENT,
@@ -29,12 +36,11 @@ from rollweave.weights.publication import (
     bytes_of,
     lay_out,
     publish,
+    publish_each,
     read_tensors,
 )
 from tests.support.forking import Forked
 from tests.support.properties import examples
-
-ROOT = Path(__file__).parents[2]
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -69,12 +75,6 @@ def test_reads_exactly_the_published_bits() -> None:
         read_tensors(publication.manifest)
 
 
-def test_publishes_an_empty_version() -> None:
-    with publish({}, version=0, publication_id=0) as publication:
-        assert publication.manifest.nbytes == 0
-        assert read_tensors(publication.manifest) == {}
-
-
 @settings(max_examples=examples(30))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6),
@@ -97,16 +97,6 @@ def test_writes_of_a_reader_stay_private() -> None:
     with publish(some_tensors(), version=1, publication_id=1) as publication:
         read_tensors(publication.manifest)["matrix"].zero_()
         assert_same(read_tensors(publication.manifest), some_tensors())
-
-
-def test_the_payload_is_sealed() -> None:
-    with publish(some_tensors(), version=1, publication_id=1) as publication:
-        fd = os.open(publication.manifest.location, os.O_RDWR)
-        with pytest.raises(PermissionError):
-            os.write(fd, b"x")
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, 1)
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -297,9 +287,87 @@ def test_opens_only_the_intended_draft(tmp_path: Path) -> None:
     assert PayloadWriter.open(handle) is None
 
 
-@pytest.mark.extended
-def test_a_file_size_limit_is_one_error_and_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "tests.weights.low_memory"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "cannot publish weights version 2: [Errno 27] File too large\n"
+def test_lack_of_memory_is_one_error_and_leaves_nothing() -> None:
+    """The limit of file sizes stands for the memory: a large version does not fit, but
+    small ones do.
+    """
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), len(os.listdir("/proc/self/fd"))
+    small, large = {"w": torch.arange(1000.0)}, {"w": torch.zeros(1 << 20), "v": torch.zeros(10)}
+    publisher = Publisher()
+    first = publisher.publish(small, version=1, publication_id=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        for draft in (publisher.publish, publish):
+            with pytest.raises(WeightsError) as error:
+                draft(large, version=2, publication_id=2)
+        metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in large.items())
+        with pytest.raises(WeightsError, match=r"version 2: .Errno 27. File too large"):
+            publisher.draft(metas, version=2, publication_id=2, ranges=[(0, 8), (1 << 20, 1 << 21)])
+        third = publisher.publish(small, version=3, publication_id=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(error.value) == "cannot publish weights version 2: [Errno 27] File too large"
+    for manifest in (first, third):
+        assert torch.equal(read_tensors(manifest)["w"], small["w"])
+    publisher.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_part_is_published_and_nothing_is_left_of_a_failure() -> None:
+    before, metas = len(os.listdir("/proc/self/fd")), lay_out([("w", torch.uint8, (1 << 20,))])
+    publisher, ranges = Publisher(), [(0, 3), (1 << 19, (1 << 19) + 5)]
+    draft = publisher.draft(metas, version=1, publication_id=7, ranges=ranges, rank=4)
+    for start, stop in ranges:
+        draft.writer.write(start, memoryview(bytes(range(stop - start))))
+    manifest = publisher.finish(draft)
+    digest = xxhash.xxh3_128_hexdigest(bytes([0, 1, 2, 0, 1, 2, 3, 4]))
+    part = WeightPart(rank=4, location=manifest.location, ranges=tuple(ranges), digest=digest)
+    assert (manifest.parts, manifest.digest, manifest.nbytes) == ((part,), digest, 1 << 20)
+    status = Path(manifest.location).stat()
+    assert (status.st_size, status.st_blocks * 512 < 1 << 19) == (1 << 20, True)
+    with pytest.raises(ZeroDivisionError):
+        publish_each(metas, (torch.ones(1 // zero) for zero in [0]), version=1, publication_id=2)
+    draft = publisher.draft(metas, version=1, publication_id=3)
+    with mmap.mmap(draft.writer.fd, 0), pytest.raises(WeightsError, match=r"version 1: .* busy"):
+        publisher.finish(draft)
+    publisher.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Publisher(keep=0)
+
+
+def test_sealed_memory_neither_shrinks_nor_changes() -> None:
+    shrink, write, later = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_WRITE, memory.F_SEAL_FUTURE_WRITE
+    for seals in (shrink | write, shrink | later, shrink, write, 0):
+        with open(os.memfd_create("m", os.MFD_ALLOW_SEALING), "wb", buffering=0) as file:
+            file.write(b"abc")
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+            assert memory.is_sealed(file.fileno()) == (seals in (shrink | write, shrink | later))
+            content = xxhash.xxh3_64()
+            memory.hash_file(content, file.fileno(), 1, 3)
+            assert content.digest() == xxhash.xxh3_64_digest(b"bc")
+            with pytest.raises(OSError, match="shrank to 3 bytes"):
+                memory.hash_file(content, file.fileno(), 1, 4)
+
+
+@pytest.mark.parametrize(("fails", "undoes"), [(False, True), (True, True), (False, False)])
+async def test_cancelled_work_in_a_thread_ends_first_and_is_undone(
+    fails: bool, undoes: bool
+) -> None:
+    begun, go, undone = threading.Event(), threading.Event(), list[float]()
+
+    def work(divisor: int) -> float:
+        begun.set()
+        go.wait(10)
+        return 1 / divisor
+
+    undo = undone.append if undoes else None
+    task = asyncio.create_task(memory.in_thread(work, int(not fails), undo=undo))
+    await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert undone == [1.0] * (undoes and not fails)

@@ -95,8 +95,9 @@ async def test_evicts_versions_not_kept_but_open_mappings_survive() -> None:
             await host.fetch(one.manifest)
             await host.fetch(two.manifest, keep=(1,))
             assert (host.payload(1), host.payload(2)) == (one.payload, two.payload)
-            manifest = host.relay.manifest(1)
+            manifest, stored = host.relay.manifest(1), host.relay._store.get(1)
             assert manifest is not None
+            assert stored is not None
             with open(manifest.location, "rb") as reader:  # noqa: ASYNC230 (it is memory)
                 await host.fetch(three.manifest, keep=(2,))
                 assert (host.payload(1), host.payload(2), host.payload(3)) == (
@@ -105,6 +106,7 @@ async def test_evicts_versions_not_kept_but_open_mappings_survive() -> None:
                     three.payload,
                 )
                 assert reader.read() == one.payload
+            await until(lambda: stored.fd == -1)
 
 
 async def test_resumes_from_another_source_where_it_stopped() -> None:
@@ -404,6 +406,9 @@ async def test_a_fetch_that_the_next_command_does_not_keep_is_cancelled() -> Non
             assert isinstance(await _second(host, two), VersionFetched)
             assert host.relay._pending == {}
             assert host.payload(1) is None
+            host.start_fetch(one.manifest, keep=(2,), chunk_bytes=KIB)
+            await until(lambda: received_bytes(host, 1) > 0)
+            assert isinstance(await _second(host, two), VersionFetched)
 
 
 async def _second(host: Host, memory: Memory) -> VersionFetched | VersionFailed:
@@ -421,10 +426,13 @@ async def test_a_partial_version_expires() -> None:
             host.start_fetch(memory.manifest, address)
             after.start_fetch(memory.manifest, host)
             await until(lambda: received_bytes(after, 1) == 512 * KIB)
+            writer = host.relay._pending[1].writer
             tap.version.withdraw("gone")
             failed(await host.answer(), "source")
             assert "no other source" in failed(await after.answer(), "source")
             await until(lambda: not host.relay._pending and not after.relay._pending)
+            assert writer is not None
+            assert writer.fd == -1
 
 
 async def test_fetches_an_empty_version() -> None:

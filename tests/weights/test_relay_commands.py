@@ -7,7 +7,7 @@ import asyncio
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from rollweave.schema.weights import FetchVersion, RelayAddress, VersionFetched
+from rollweave.schema.weights import RelayAddress, VersionFetched
 from rollweave.weights.tcp import Tcp
 from tests.support.properties import examples
 from tests.support.weight_host import KIB, Host, hosts, tensors_of, versions
@@ -44,36 +44,23 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
         async with hosts(HOSTS, Tcp(idle_timeout_s=5.0), linger_s=0.05) as hosts_:
             commands_sent = [0] * HOSTS
             for number, publication_id, source, base_id, keep, turns in commands:
-                address = (
-                    NOWHERE
-                    if source == "nowhere"
-                    else hosts_[source].address
-                    if isinstance(source, int)
-                    else None
-                )
-                command = FetchVersion(
-                    manifest=memories[publication_id - 1].manifest,
-                    source=address,
+                address = hosts_[source] if isinstance(source, int) else NOWHERE
+                hosts_[number].start_fetch(
+                    memories[publication_id - 1].manifest,
+                    address if source is not None else None,
                     base_id=base_id,
                     keep=tuple(keep),
                     chunk_bytes=100 * KIB,
                 )
-                hosts_[number].relay.fetch(command)
                 commands_sent[number] += 1
                 for _ in range(turns):
                     await asyncio.sleep(0)
             # A relay that waits for a source that never starts is freed by a
             # FetchVersion of that version from memory.
             for host in hosts_:
-                for publication_id in range(1, VERSIONS + 1):
+                for memory in memories:
                     everything = tuple(range(1, VERSIONS + 1))
-                    host.relay.fetch(
-                        FetchVersion(
-                            manifest=memories[publication_id - 1].manifest,
-                            keep=everything,
-                            chunk_bytes=100 * KIB,
-                        )
-                    )
+                    host.start_fetch(memory.manifest, keep=everything, chunk_bytes=100 * KIB)
             for number, host in enumerate(hosts_):
                 answers = [await host.answer() for _ in range(commands_sent[number] + VERSIONS)]
                 assert sum(isinstance(answer, VersionFetched) for answer in answers) >= VERSIONS

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rollweave.schema.weights import VersionFailed, VersionFetched
 from rollweave.weights.tcp import Tcp
 from tests.support.properties import examples
-from tests.support.weight_host import KIB, hosts, tensors_of, versions
+from tests.support.weight_host import KIB, hosts, tensors_of, until, versions
 from tests.weights.wires import wired
 
 
@@ -97,7 +97,9 @@ async def test_leaves_a_source_that_hangs() -> None:
             await master.fetch(memory.manifest)
             for at in (0, 100_000):
                 async with wired(master.address, "stall", at) as address:
-                    answer = await host.fetch(memory.manifest, address)
+                    host.start_fetch(memory.manifest, address)
+                    await until(lambda at=at: at * 0.99 <= host.relay.progress()[0] <= at)
+                    answer = await host.answer()
                 assert isinstance(answer, VersionFailed)
                 assert answer.reason == "source"
                 assert "0.5 s" in answer.error

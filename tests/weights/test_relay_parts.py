@@ -1,13 +1,13 @@
 """Relays put a version together whose parts are published on several hosts."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
-    FetchVersion,
     PartSource,
     RelayAddress,
     ServePart,
@@ -16,6 +16,8 @@ from rollweave.schema.weights import (
     WeightManifest,
 )
 from rollweave.weights.publication import read_tensors
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import KeepAlive, RawRanges, Refused, Request
 from tests.support.weight_host import KIB, Host, hosts, parts_of, versions
 
 
@@ -24,20 +26,9 @@ def start(
     manifest: WeightManifest,
     parts: tuple[PartSource, ...] = (),
     source: Host | None = None,
-    *,
-    base_id: int | None = None,
-    keep: tuple[int, ...] = (),
+    **options: Any,
 ) -> None:
-    host.relay.fetch(
-        FetchVersion(
-            manifest=manifest,
-            source=source.address if source is not None else None,
-            parts=parts,
-            base_id=base_id,
-            keep=keep,
-            chunk_bytes=64 * KIB,
-        )
-    )
+    host.start_fetch(manifest, source, parts=parts, chunk_bytes=64 * KIB, **options)
 
 
 def assembled_from(*holders: Host) -> tuple[PartSource, ...]:
@@ -96,20 +87,60 @@ async def test_a_part_that_is_gone_is_not_served(capfd: pytest.CaptureFixture[st
             assert len(host.relay._parts) == 1
 
 
+async def test_a_request_that_cannot_be_answered_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollweave.weights.serve.UNKNOWN_VERSION_S", 0.0)
+    monkeypatch.setattr("rollweave.weights.serve.KEEPALIVE_S", 0.01)
+    with versions(1) as (whole,), parts_of(whole, 2) as parts:
+        (low, high), manifest = parts.manifest.parts[1].ranges[0], parts.manifest
+        good = Request(
+            publication_id=1,
+            digest=manifest.digest,
+            nbytes=manifest.nbytes,
+            ranges=((low, low + 9), (high - 1, high)),
+        )
+        async with hosts(1) as (host,):
+            host.relay.serve_part(ServePart(manifest=manifest, part=1))
+            for change, error in (
+                ({}, ""),
+                ({"ranges": ((low - 1, high),)}, "publication 1 is not stored here"),
+                ({"ranges": ((low, high + 1),)}, "publication 1 is not stored here"),
+                ({"publication_id": 2}, "publication 2 is not stored here"),
+                ({"digest": "x"}, f"another content ({manifest.digest}, not x): are two trainers"),
+                ({"nbytes": manifest.nbytes + 1}, "publication 1 is stored with another content"),
+                ({"ranges": ((-1, 0),)}, f"must be within {manifest.nbytes} bytes, got ((-1, 0),)"),
+                ({"ranges": ((4, 4),)}, "ranges must be within"),
+                ({"ranges": ((0, manifest.nbytes + 1),)}, "ranges must be within"),
+                (None, "a relay answers Request, got KeepAlive"),
+            ):
+                channel = await Tcp(idle_timeout_s=5.0).connect(host.address)
+                request = KeepAlive() if change is None else msgspec.structs.replace(good, **change)
+                await channel.send(request)
+                while isinstance(
+                    answer := (
+                        await channel.receive(lambda _, nbytes: memoryview(bytearray(nbytes)))
+                    )[0],
+                    KeepAlive,
+                ):
+                    pass
+                if not error:
+                    assert answer == RawRanges(ranges=good.ranges)
+                else:
+                    assert isinstance(answer, Refused)
+                    assert error in answer.error
+                    assert answer.reason == ("broken" if "within" in error else "source")
+                channel.close()
+
+
 async def test_changes_follow_a_version_in_parts() -> None:
     """A host without a part receives the changes since the version before."""
     with versions(2) as (old, new), parts_of(old, 2) as before, parts_of(new, 2) as after:
         async with hosts(3) as (first, second, other):
             for parts, base in ((before, None), (after, 1)):
                 start(first, parts.manifest, assembled_from(first, second), base_id=base, keep=(1,))
-                start(
-                    second,
-                    parts.manifest,
-                    (PartSource(part=1),),
-                    first,
-                    base_id=base,
-                    keep=(1,),
-                )
+                own = (PartSource(part=1),)
+                start(second, parts.manifest, own, first, base_id=base, keep=(1,))
                 start(other, parts.manifest, (), second, base_id=base, keep=(1,))
                 answers = [await host.answer() for host in (first, second, other)]
             sizes = [one.nbytes for one in answers if isinstance(one, VersionFetched)]

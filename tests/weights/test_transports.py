@@ -1,27 +1,31 @@
 """One contract for all transports: TCP alone, and with the libraries that are
-installed.
+installed, or stand-ins for them.
 """
 
 import asyncio
 import gc
 import importlib.util
 import os
+import re
 import socket
+import sys
+import tomllib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import xxhash
 
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, WireError
 from rollweave.schema.weights import RelayAddress, VersionFetched
-from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
 from rollweave.weights.tcp import (
     MAX_CONNECTIONS,
     MAX_UNAUTHENTICATED,
     Channel,
     Listener,
     Serve,
+    StallDetector,
     Tcp,
     transport_of,
 )
@@ -34,22 +38,24 @@ from rollweave.weights.transport import (
     Refused,
 )
 from tests.support.weight_host import hosts, versions
+from tests.weights import libraries
 
 IDLE_TIMEOUT_S = 0.5
 
 
+@pytest.fixture(autouse=True)
+def libraries_or_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("mooncake.engine", "nixl._api"):
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            monkeypatch.setitem(sys.modules, module, libraries)
+
+
 def make(kind: str) -> Tcp:
-    try:
-        match kind:
-            case "mooncake":
-                return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=MooncakeCarrier("127.0.0.1"))
-            case "nixl":
-                return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=NixlCarrier())
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return Tcp(idle_timeout_s=IDLE_TIMEOUT_S)
+    carrier = transport_of(kind, host="127.0.0.1")._carrier  # type: ignore[arg-type]
+    return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=carrier)
 
 
+FAILURES = tomllib.loads(Path(__file__).with_name("carriers.toml").read_text())
 KINDS = ["tcp", "mooncake", "nixl"]
 Two = tuple[Tcp, Tcp]
 
@@ -114,6 +120,7 @@ async def test_messages_and_bodies_arrive_unchanged(
 ) -> None:
     near, far = line
     fd, data = memory
+    assert near._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     full, part = Raw(start=0, stop=len(data)), Raw(start=4097, stop=70_001)
 
     async def send() -> None:
@@ -138,15 +145,7 @@ async def test_messages_and_bodies_arrive_unchanged(
     assert inbox.data == data
     assert await near.receive() == (Refused(reason="room", error="enough"), 0)
     await sending
-
-
-async def test_both_ends_send_and_receive(line: tuple[Channel, Channel]) -> None:
-    near, far = line
-    for _ in range(20):
-        await near.send(Raw(start=0, stop=1))
-        assert await far.receive() == (Raw(start=0, stop=1), 0)
-        await far.send(KeepAlive())
-        assert await near.receive() == (KeepAlive(), 0)
+    assert libraries.registered == {}
 
 
 async def test_refusing_a_body_ends_the_channel(line: tuple[Channel, Channel]) -> None:
@@ -169,6 +168,8 @@ async def test_reports_a_closed_and_a_silent_peer(line: tuple[Channel, Channel])
     with pytest.raises(FetchError) as end:
         await near.receive()
     assert end.value.reason == "source"
+    with pytest.raises(FetchError, match="is gone: "):
+        await near.send(KeepAlive())
 
 
 async def test_a_sender_without_a_reader_gives_up(line: tuple[Channel, Channel]) -> None:
@@ -242,16 +243,69 @@ async def test_silent_unauthenticated_connections_do_not_block_clients() -> None
         await listener.close()
 
 
-def test_names_the_extra_of_a_missing_library() -> None:
-    for name in ("mooncake", "nixl"):
-        if importlib.util.find_spec(name) is None:
-            with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
-                transport_of(name, host="127.0.0.1")  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_carrier_reads_a_body_or_the_reason_is_known(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for module in ("mooncake.engine", "nixl._api"):
+        monkeypatch.setitem(sys.modules, module, libraries)
+    for call, (reason, error) in FAILURES[kind].items():
+        owner, reader = make(kind)._carrier, make(kind)._carrier
+        assert owner is not None
+        assert reader is not None
+        data, into = bytearray(os.urandom(1000)), memoryview(bytearray(1000))
+        token = owner.register(memoryview(data))
+        with monkeypatch.context() as patch:
+            patch.setitem(libraries.failing, "call", call)
+            patch.setattr("rollweave.weights.carriers.READ_S", 0.0 if call == "stuck" else 60.0)
+            with pytest.raises(FetchError, match=f"^{re.escape(error)}$") as caught:
+                reader.read(token, into)
+        assert caught.value.reason == reason
+        for wrong, text in ((b"x", "a token of another transport"), (token, "for 1000 bytes, not")):
+            with pytest.raises(WireError, match=text):
+                reader.read(wrong, into[1:])
+        reader.read(token, into)
+        assert into == data
+        owner.unregister(token)
+        assert (libraries.registered, libraries.nixl_agent.transfers) == ({}, 0)
+
+
+def test_a_library_that_does_not_start_or_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", libraries)
+    with pytest.raises(ConfigError, match="mooncake cannot be started on gpu with tcp"):
+        transport_of("mooncake", host="gpu")
+    for name, module in (("mooncake", "mooncake.engine"), ("nixl", "nixl._api")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
+            transport_of(name, host="127.0.0.1")  # type: ignore[arg-type]
 
 
 def test_rejects_an_idle_timeout_of_zero() -> None:
     with pytest.raises(ValueError, match="idle_timeout_s must be above 0, got 0"):
         Tcp(idle_timeout_s=0)
+
+
+async def test_a_stall_is_one_wait_over_several_ticks(line: tuple[Channel, Channel]) -> None:
+    stalls: list[int] = []
+    detector = StallDetector(lambda: stalls.append(1))
+
+    def after_each_of(count: int) -> list[int]:
+        counts = [(detector._tick(), len(stalls))[1] for _ in range(count)]
+        stalls.clear()
+        return counts
+
+    assert after_each_of(8) == [0, 0, 0, 1, 1, 1, 2, 2], "the channel does not open"
+    detector.channel = line[0]
+    assert after_each_of(9) == [0] * 9, "it does not wait"
+    for since in (1.0, 2.0):
+        line[0].waiting_since = since
+        assert after_each_of(5) == [0, 0, 0, 1, 1]
+        line[0].waiting_since = 0.5
+        assert after_each_of(3) == [0, 0, 0]
+    detector.close()
+    assert detector._timer.cancelled()
 
 
 async def test_a_listener_closed_at_once_leaves_no_socket() -> None:

@@ -4,15 +4,18 @@ import fcntl
 import itertools
 import mmap
 import os
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
 import pytest
 from hypothesis import given, settings
 
-from rollweave.schema.weights import TensorMeta, WeightManifest
+from rollweave.schema.weights import WeightManifest
 from rollweave.weights.memory import Ranges
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.transport import FetchError
@@ -27,7 +30,7 @@ from rollweave.weights.version_store import (
 from tests.support.properties import examples
 from tests.support.weight_host import KIB, SHAPES, Memory, changed, tensors_of, versions
 
-BYTES = st.integers(0, 30)
+LAYOUTS = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text())["layout"]
 
 
 def read(stored: StoredVersion) -> bytes:
@@ -211,37 +214,25 @@ def test_reports_missing_memory_and_missing_base() -> None:
         store.close()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"offset": -64},
-        {"offset": 1 << 40},
-        {"nbytes": 12},
-        {"shape": (-1, -1)},
-        {"shape": (0,)},
-        {"offset": 64, "shape": (500,), "nbytes": 2000},
-    ],
-)
-def test_rejects_an_impossible_layout(change: dict[str, object]) -> None:
-    shapes = tensors_of(100, 200)
-    bad = msgspec.structs.replace(shapes[0], **change)
-    with versions(1, tensors=shapes) as (memory,):
-        for tensors in ((bad, shapes[1]), (shapes[0], shapes[0])):
-            with pytest.raises(FetchError) as error:
-                VersionStore().check(msgspec.structs.replace(memory.manifest, tensors=tensors))
-            assert reason_of(error) == "broken"
-
-
-def test_stores_a_scalar_and_an_empty_tensor() -> None:
-    shapes = (
-        TensorMeta(name="none", dtype="bfloat16", shape=(3, 0), offset=0, nbytes=0),
-        TensorMeta(name="one", dtype="float64", shape=(), offset=0, nbytes=8),
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row["error"])
+def test_impossible_layouts_are_refused(row: dict[str, Any]) -> None:
+    manifest = WeightManifest(
+        version=5, publication_id=1, location="", tensors=(), nbytes=1000, digest=""
     )
-    memory = Memory(os.urandom(8), publication_id=1, tensors=shapes)
-    store = VersionStore()
-    assert bytes(import_version(store, memory.manifest).view()) == memory.payload
-    store.close()
-    memory.close()
+    for tensors in row.get("tensors", [[]]):
+        for parts in row.get("parts", [[]]):
+            names = ("name", "shape", "offset", "nbytes")
+            metas = [dict(zip(names, meta, strict=True), dtype="float32") for meta in tensors]
+            holders = [{"rank": 0, "location": "", "digest": "", "ranges": part} for part in parts]
+            changes = msgspec.to_builtins(manifest) | {"tensors": metas, "parts": holders}
+            with pytest.raises(FetchError) if row["error"] else nullcontext() as caught:
+                VersionStore().check(msgspec.convert(changes, WeightManifest))
+            if caught is not None:
+                assert reason_of(caught) == "broken"
+                assert str(caught.value).startswith("weights version 5: ")
+                assert row["error"] in str(caught.value), changes
+    with pytest.raises(FetchError, match="nbytes at least 0"):
+        VersionStore().check(msgspec.structs.replace(manifest, nbytes=-1))
 
 
 @given(
