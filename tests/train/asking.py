@@ -22,6 +22,14 @@ from rollweave.schema.work import Batch
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 
+CASE: dict[str, Any] = {
+    "trainer": {"minibatches": 2, "micro_tokens": 60},
+    "correction": "decoupled",
+    "kl": 0.1,
+    "entropy": 0.01,
+}
+"""Settings that use most parts of a step."""
+
 
 def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Train on the batch, and return the metrics."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from rollweave.schema.training import Publish, Published, StopTrainer, TrainFailed, TrainOn
 from rollweave.schema.weights import WeightManifest
-from rollweave.train.distributed import is_sharded
+from rollweave.train.distributed import RankGroup, is_sharded
 from rollweave.train.trainer import Trainer
 from rollweave.weights.memory import PayloadDigest
 from rollweave.weights.publication import bytes_of, read_tensors
@@ -28,8 +28,7 @@ SMALL_BYTES = 4096
 class Rank:
     """A trained trainer, and the weights that it should publish."""
 
-    def __init__(self, model_dir: Path, out: Path) -> None:
-        ranks = meet()
+    def __init__(self, model_dir: Path, ranks: RankGroup) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         config = make_config()
         config = config.model_copy(
@@ -147,6 +146,6 @@ def dies(rank: Rank) -> None:
 
 
 if __name__ == "__main__":
-    own = Rank(Path(sys.argv[2]), Path(sys.argv[3]))
+    own = Rank(Path(sys.argv[2]), meet())
     {"shares": shares, "far": far, "dies": dies}[sys.argv[1]](own)
     own.close()

@@ -1,41 +1,35 @@
-"""Ranks of a test: processes that learn from the environment who they are, and meet at
-a store whose address rank 0 writes to a file.
+"""Ranks of a test: forks of its process, or programs that learn from the environment
+who they are. They meet at a store in a file.
 """
 
+import gc
 import os
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rollweave.train.distributed import ALONE, RankGroup, join_ranks, join_store, open_store
+from rollweave.train.distributed import RankGroup, join_ranks, shutdown_ranks
 from tests.support.forking import Forked
 from tests.support.trainers import ROOT
 
-WAIT_S = 200.0
+LIMIT_S = 30.0
 
 
 def meet() -> RankGroup:
-    """Join the other ranks of RANK, WORLD_SIZE and STORE, the file with the address."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
-        return ALONE
-    file = Path(os.environ["STORE"])
-    if rank == 0:
-        store, address = open_store("127.0.0.1")
-        file.with_suffix(".new").write_text(address)
-        file.with_suffix(".new").rename(file)
-    else:
-        deadline = time.monotonic() + WAIT_S
-        while not file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        store = join_store(file.read_text())
-    return join_ranks(rank, world_size, store=store, device=torch.device("cpu"))
+    """Join the other ranks of RANK, WORLD_SIZE and STORE, a file."""
+    return _join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["STORE"])
+
+
+def _join(rank: int, count: int, file: str) -> RankGroup:
+    store = FileStore(file, count)
+    return join_ranks(rank, count, store=store, device=torch.device("cpu"), timeout_s=LIMIT_S)
 
 
 def start_ranks(
@@ -68,11 +62,29 @@ def start_ranks(
     ]
 
 
-def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> None:
-    """Run so many ranks of a program until they exit."""
-    ranks = start_ranks(count, worker, out, *arguments)
+def on_ranks(path: Path, count: int, work: Callable[[RankGroup], None]) -> None:
+    """Do the work on `count` ranks: this process is the first, the others are forks."""
+    rank, others = 0, list[int]()
+    for number in range(1, count):
+        if pid := os.fork():
+            others.append(pid)
+        else:
+            # the groups of earlier tests would wait for threads that a fork lacks
+            gc.freeze()
+            rank, others = number, []
+            break
     try:
-        assert [rank.wait(240) for rank in ranks] == [0] * count
+        work(_join(rank, count, f"{path}/store{count}"))
+    except BaseException:
+        if rank:
+            traceback.print_exc()
+            os._exit(1)
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+        raise
     finally:
-        for rank in ranks:
-            rank.kill()
+        if rank:
+            os._exit(0)
+        statuses = [os.waitpid(pid, 0)[1] for pid in others]
+        shutdown_ranks(RankGroup(0, count))
+    assert not any(statuses)

@@ -2,12 +2,23 @@
 positions and sizes of scores.
 """
 
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.train.attention import attend
+from rollweave.schema.errors import TrainerError
+from rollweave.train.attention import (
+    PackedMask,
+    _blocks,
+    _has_varlen,
+    attend,
+    packed_attention,
+)
 from tests.support.properties import examples
 from tests.train.compare import assert_equal, randn
 
@@ -96,3 +107,56 @@ def test_future_keys_have_no_effect(sharpness: float) -> None:
         attend(q[:, :40], changed_k, changed_v, positions),
     )
     torch.testing.assert_close(before, after, atol=1e-6 * sharpness, rtol=1e-6)
+
+
+SHORT, FULL = torch.float16, torch.float32
+KERNELS = [
+    (("cuda", torch.bfloat16, (256, 256), None, None, (8, 0)), True),
+    (("cuda", SHORT, (8, 8), True, 4, (9, 0)), True),
+    (("cuda", SHORT, (8, 8), True, None, (9, 0)), False),
+    (("cuda", FULL, (8, 8), None, None, (9, 0)), False),
+    (("cuda", SHORT, (8, 4), None, None, (9, 0)), False),
+    (("cuda", SHORT, (257, 257), None, None, (9, 0)), False),
+    (("cuda", SHORT, (8, 8), None, None, (7, 5)), False),
+    (("cpu", SHORT, (8, 8), None, None, (9, 0)), False),
+]
+
+
+@pytest.mark.parametrize(("case", "has"), KERNELS)
+def test_what_the_kernel_of_gpus_supports(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...], has: bool
+) -> None:
+    device, dtype, dims, visible, window, capability = case
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    q, v = (
+        SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(3, 2, dim)) for dim in dims
+    )
+    mask: Any = SimpleNamespace(visible=visible, window=window)
+    assert _has_varlen(cast(Any, q), cast(Any, v), mask) is has
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "problem"),
+    [
+        (None, {}, "attends without a mask of transformers' mask interface"),
+        (PackedMask(Any, None), {"position_bias": 1}, "attends with position_bias"),  # type: ignore[arg-type]
+        (PackedMask(Any, None), {"dropout": 0.1}, "attends with dropout"),  # type: ignore[arg-type]
+    ],
+)
+def test_attention_that_packing_lacks_is_refused(
+    mask: object, options: dict[str, Any], problem: str
+) -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(TrainerError, match=f"^Identity {problem}$"):
+        packed_attention(torch.nn.Identity(), x, x, x, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("width", "ends"), [(33, [32, 33]), (128, [32, 64, 96, 128]), (130, [33, 66, 99, 130])]
+)
+def test_blocks_of_queries(width: int, ends: list[int]) -> None:
+    q = torch.zeros(1, 1, width, 2)
+    assert _blocks(q, q[0], None) == [
+        (start, end, end) for start, end in itertools.pairwise([0, *ends])
+    ]
+    assert _blocks(q, q[0, :, :5], torch.ones(1)) == [(0, width, 5)]

@@ -143,10 +143,13 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
     (source / "additional_chat_templates").mkdir()
     for name in ("default", "rag"):
         (source / "additional_chat_templates" / f"{name}.jinja").write_text(CHATML)
+    config = json.loads((source / "config.json").read_text()) | {"torch_dtype": "float16"}
+    (source / "config.json").write_text(json.dumps(config))
     trainer = Trainer(make_config(), source)
     trainer.handle(TrainOn(batch=make_batch()))
     save_to(trainer, tmp_path / "c", export=True)
     exported = tmp_path / "c" / "hf"
+    assert "torch_dtype" not in (exported / "config.json").read_text()
     model = AutoModelForCausalLM.from_pretrained(exported)
     weights = load_file(tmp_path / "c" / "model.safetensors")
     for name, parameter in model.named_parameters():

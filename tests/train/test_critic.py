@@ -168,6 +168,8 @@ def test_a_minibatch_is_half_the_mean_squared_error(model_dir: Path, tmp_path: P
             assert trajectory.reward is not None
             squares += [(trajectory.reward * 0.95**left) ** 2 for left in range(count)]
     assert values["critic_loss"] == pytest.approx(sum(squares) / len(squares) / 2, rel=1e-5)
+    critic_of(trainer)._losses, critic_of(trainer)._norms = [1.0, 3.0], [2.0, 6.0]
+    assert list(critic_of(trainer).metrics().values())[:2] == [2.0, 4.0]
 
 
 def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path) -> None:

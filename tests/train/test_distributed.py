@@ -1,58 +1,107 @@
-"""Two ranks train like one, and how they meet."""
+"""Any number of ranks continues from a checkpoint, and how ranks meet."""
 
+import resource
 import socket
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollweave.schema.training import (
+    Copied,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    SaveFailed,
+    StopTrainer,
+    Trained,
+    TrainerReply,
+    TrainFailed,
+    TrainOn,
+)
 from rollweave.train.checkpoint import Checkpoint, load, verify
-from rollweave.train.distributed import interface_of, join_store, open_store
+from rollweave.train.distributed import ALONE, RankGroup, interface_of, join_store, open_store
+from rollweave.train.model import load_model
 from rollweave.train.trainer import Trainer
-from rollweave.weights.adapters import A
 from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
-from tests.support.trainers import LR, make_batch, make_config, make_model
-from tests.train.asking import save_to, trained
+from tests.support.trainers import CPU, make_batch, make_config, make_model, peak_bytes
+from tests.train.asking import CASE, save_to, trained
 from tests.train.compare import assert_all_close
-from tests.train.rank_worker import CASE, CASES, run
-from tests.train.ranks import run_ranks
-from tests.train.reshard_worker import restep
+from tests.train.ranks import on_ranks
+
+WAIT_S = 60.0
+
+SAVING = CASE | {"trainer": {"minibatches": 2, "save_memory": ["activations", "optimizer"]}}
+"""A configuration that saves memory, and gives the same updates."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_match_one(tmp_path: Path, case: str) -> None:
-    model_dir = make_model(tmp_path / "m")
-    one_rank = run(model_dir, tmp_path / "alone", case=case)
-    run_ranks(2, "rank_worker", tmp_path / "two", model_dir, case)
-    both = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
-    for of_rank in both:
-        adapters = {
-            name: without_amplified_rounding(tensor, one_rank[name])
-            for name, tensor in of_rank.items()
-            if name.endswith(A)
-        }
-        assert_all_close(of_rank | adapters, one_rank)
-    assert torch.equal(both[0]["ratios"], both[1]["ratios"])
-    exported = load_file(tmp_path / "two" / "c" / "hf" / "model.safetensors")
-    expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
-    assert_all_close(exported, expected)
-
-
-def without_amplified_rounding(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return `actual` with the expected value for its most different element, if these
-    two differ by less than a tenth of a step of the optimizer.
-
-    The gradients of an adapter's A are as small as its B, which begins as 0, and Adam
-    divides by their size: on one rank, a change of 1e-7 of all values of A moves one
-    element by 9e-4.
+def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup = ALONE) -> None:
+    """Restore the checkpoint, save it to `out/same` while a step is trained, and save
+    the result to `out/trained`.
     """
-    worst = (actual - expected).abs().argmax()
-    result = actual.clone().flatten()
-    if (result[worst] - expected.flatten()[worst]).abs() < LR / 10:
-        result[worst] = expected.flatten()[worst]
-    return result.view_as(actual)
+    check_load(model_dir, ranks)
+    trainer = Trainer(make_config(**SAVING), model_dir, ranks=ranks)
+    if checkpoint is not None:
+        restored = trainer.handle(Restore(path=str(checkpoint)))
+        assert isinstance(restored, Restored), restored
+    step = trainer.step
+    copied = trainer.handle(Save(path=str(out / "same"), background=True))
+    assert isinstance(copied, Copied), copied
+    written = threading.Event()
+    replies: list[TrainerReply] = []
+
+    def on_written(reply: TrainerReply) -> None:
+        replies.append(reply)
+        written.set()
+
+    trainer.write(on_written)
+    trained = trainer.handle(TrainOn(batch=make_batch(step, step=step, size=2)))
+    assert isinstance(trained, Trained), trained
+    if ranks.is_first:
+        assert written.wait(WAIT_S)
+        assert isinstance(replies[0], Saved), replies
+    failed = trainer.handle(Save(path="/proc/nowhere/c"))
+    assert isinstance(failed, SaveFailed), failed
+    assert "nowhere" in failed.error
+    assert isinstance(trainer.handle(Restore(path="/proc/nowhere/c")), TrainFailed)
+    if ranks.world_size > 1:
+        check_full_disk(trainer, out, ranks)
+    saved = trainer.handle(Save(path=str(out / "trained"), export=True))
+    assert isinstance(saved, Saved), saved
+    trainer.handle(StopTrainer())
+
+
+def check_load(model_dir: Path, ranks: RankGroup) -> None:
+    """Loading takes the memory of this rank's shards, and of one tensor's rows. The
+    file is mapped, which counts as memory, too.
+    """
+    peak, model = peak_bytes(
+        lambda: load_model(model_dir, dtype="float32", device=CPU, ranks=ranks)
+    )
+    tensors = [4 * parameter.numel() for parameter in model.parameters()]
+    share = 1.05 / ranks.world_size  # shards differ by up to a row
+    mapped = (model_dir / "model.safetensors").stat().st_size
+    assert peak - mapped < share * (sum(tensors) + max(tensors)), (peak, mapped, tensors)
+
+
+def check_full_disk(trainer: Trainer, out: Path, ranks: RankGroup) -> None:
+    """If the disk is full for the last rank alone, no rank saves, and nothing is left.
+    A limit of the size of files acts like that.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if ranks.rank == ranks.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    failed = trainer.handle(Save(path=str(out / "full")))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(failed, SaveFailed), failed
+    assert f"trainer rank {ranks.world_size - 1}: OSError" in failed.error
+    saved = trainer.handle(Save(path=str(out / "full")))
+    assert isinstance(saved, Saved), saved
+    assert not list(out.glob("*.partial-*"))
 
 
 @pytest.mark.slow
@@ -61,7 +110,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None
     restore is bitwise what was saved, and each step is that of one rank alone.
     """
     model_dir = make_model(tmp_path / "m")
-    alone = Trainer(make_config(**CASE), model_dir)  # type: ignore[arg-type]
+    alone = Trainer(make_config(**CASE), model_dir)
     saved = None
     for number, count in enumerate((1, 2, 4, 1)):
         out = tmp_path / str(number)
@@ -69,7 +118,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None
             restep(model_dir, saved, out)
         else:
             assert saved is not None
-            run_ranks(count, "reshard_worker", out, model_dir, saved)
+            on_ranks(tmp_path, count, partial(restep, model_dir, saved, out))
         if saved is not None:
             assert_equal(load(out / "same"), load(saved), exact=True)
         assert verify(out / "same") == number

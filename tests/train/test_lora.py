@@ -27,8 +27,6 @@ from tests.support.architectures import CONFIGURATIONS, build
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_extended
 from tests.train.asking import changed, published, refused, restore_from, save_to, trained
-from tests.train.rank_worker import run
-from tests.train.ranks import run_ranks
 
 # peft reads it
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -289,21 +287,3 @@ def test_bfloat16_is_close_and_the_export_has_it(tmp_path: Path) -> None:
     adapters = load_file(tmp_path / "c" / "model.safetensors")
     for name, tensor in base.with_adapters(adapters, CPU):
         assert torch.equal(tensor.bfloat16(), exported[name]), name
-
-
-@pytest.mark.slow
-def test_two_ranks_match_one(tmp_path: Path) -> None:
-    model_dir = make_model(tmp_path / "m")
-    alone = run(model_dir, tmp_path / "alone", case="lora")
-    run_ranks(2, "rank_worker", tmp_path / "two", model_dir, "lora")
-    for rank in range(2):
-        of_rank = load_file(tmp_path / "two" / f"rank{rank}.safetensors")
-        assert of_rank.keys() == alone.keys()
-        for name, tensor in alone.items():
-            # AdamW divides the smallest gradients of A by their own size
-            torch.testing.assert_close(of_rank[name], tensor, atol=1e-3, rtol=1e-3, msg=name)
-    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
-        exported = load_file(tmp_path / "two" / "c" / file)
-        expected = load_file(tmp_path / "alone" / "c" / file)
-        for name, tensor in expected.items():
-            torch.testing.assert_close(exported[name], tensor, atol=1e-3, rtol=1e-3)

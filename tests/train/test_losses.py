@@ -14,8 +14,9 @@ from hypothesis import given, settings
 
 from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.train import losses
+from rollweave.train.distributed import ALONE
 from rollweave.train.losses import IS_CAP, k3, kl_coefficient, policy_loss, token_weights
-from rollweave.train.update import TOKEN_SUMS, age_shares, metrics_from_sums
+from rollweave.train.update import TOKEN_SUMS, GapMeter, age_shares, metrics_from_sums
 from tests.support.properties import examples
 
 LOSSES = ["ppo", "dual_clip", "gspo", "cispo", "dppo"]
@@ -365,6 +366,33 @@ def test_extreme_log_probs_stay_finite(loss: str) -> None:
 def test_without_tokens_nothing_but_the_mask_is_known() -> None:
     metrics = metrics_from_sums(torch.zeros(len(TOKEN_SUMS)), with_reference=True)
     assert metrics == {"mask_fraction": 0.0}
+
+
+def test_metrics_are_means_over_tokens() -> None:
+    sums = torch.tensor([4.0, 6, 8, 2, 3, 10, 12, 14, 1, 3])
+    metrics = metrics_from_sums(sums, with_reference=True)
+    assert list(metrics.values()) == [1.5, 2, 2.5, 1 / 3, 3.5, 0.25, 0.75, 3]
+    assert list(metrics) == [
+        "advantage_abs",
+        "kl_rollout",
+        "chi2",
+        "ess",
+        "entropy",
+        "clip_fraction",
+        "mask_fraction",
+        "kl_reference",
+    ]
+    del metrics["kl_reference"]
+    assert metrics_from_sums(sums, with_reference=False) == metrics
+
+
+def test_gaps_are_means_of_each_engine_and_of_all() -> None:
+    meter = GapMeter(["a", "", "b"])
+    assert meter.metrics(ALONE) == {}
+    for engine, gaps in (("a", [1.0, 3.0]), ("", [5.0]), ("b", []), ("a", [2.0])):
+        meter.add(engine, torch.tensor(gaps))
+    metrics = {"logprob_gap/a": 2.0, "logprob_gap_mean": 2.75, "logprob_gap_max": 5.0}
+    assert meter.metrics(ALONE) == metrics
 
 
 def test_ages_are_shares_of_tokens() -> None:

@@ -16,6 +16,7 @@ from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.config.run import PREDICTORS
 from rollweave.schema.errors import ConfigError
 from rollweave.train.lengths import build_regressor
+from rollweave.train.regressors import BATCH, backbone
 from tests.support.revealed_lengths import TURNS, Example, quality, teach, trajectories
 
 BUILT = [name for name in PREDICTORS if name != "lm"]
@@ -64,6 +65,7 @@ def test_the_same_pairs_give_the_same_numbers(name: str) -> None:
         questions = [predictor.remember(number, context) for number, context in enumerate(examples)]
         estimates.append(predictor.estimate(questions))
         assert [predictor.estimate([question])[0] for question in questions] == estimates[-1]
+        assert (predictor.failed_fits, predictor.failed_predictions) == (0, 0)
     assert estimates[0] == estimates[1]
 
 
@@ -229,8 +231,6 @@ def test_reads_an_informative_plan(checkpoint: str, name: str) -> None:
 
 
 def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) -> None:
-    from rollweave.train.regressors import BATCH, backbone  # scikit-learn takes a second
-
     backbone.cache_clear()
     states = backbone(checkpoint)
     plans = [tuple(range(1, 2 + number % 7 * 5)) for number in range(2 * BATCH + 3)]
@@ -243,8 +243,6 @@ def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) 
 
 
 def test_folds_ids_unknown_to_the_checkpoint(checkpoint: str) -> None:
-    from rollweave.train.regressors import backbone
-
     states = backbone(checkpoint)
     assert states([(3 + VOCABULARY, 2**31)]) == pytest.approx(states([(3, 2**31 % VOCABULARY)]))
 

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from rollweave.schema.config.training import TrainerConfig
+from rollweave.train.distributed import ALONE
 from rollweave.train.state import (
     Snapshot,
+    TrainedState,
     clip_gradients,
     learning_rate,
     load_optimizer_tensors,
@@ -88,3 +90,13 @@ def test_reports_a_gradient_that_is_not_finite() -> None:
     model, _ = model_and_optimizer()
     (model(torch.ones(2, 4)).sum() * math.nan).backward()
     assert math.isnan(clip_gradients(model, 1.0))
+
+
+def test_a_state_enters_its_device() -> None:
+    model, _ = model_and_optimizer()
+    state = TrainedState(model, TrainerConfig(), ALONE, torch.device("meta"), on_device=False)
+    step(model, state.optimizer, 0)
+    reference = [torch.zeros(2), torch.ones(2)]
+    state.enter(reference)
+    steps = [each["step"] for each in state.optimizer.state.values()]
+    assert all(tensor.is_meta for tensor in [*reference, *model.parameters(), *steps])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from rollweave.schema.errors import ConfigError
 from rollweave.train.distributed import (
@@ -20,13 +19,7 @@ from rollweave.train.distributed import (
     saved_rows,
 )
 from rollweave.train.loading import examine
-from rollweave.train.trainer import Trainer
 from tests.support.architectures import build
-from tests.support.trainers import make_batch, make_config
-from tests.train.asking import published, restore_from, trained
-from tests.train.compare import assert_all_close
-from tests.train.rank_worker import CASE, run
-from tests.train.ranks import run_ranks
 
 SPLITS = [None, Split(0), Split(1), Split(1, blocks=2)]
 
@@ -103,45 +96,3 @@ def test_a_model_that_ranks_cannot_divide_is_refused(
         examine(path, tensor_parallel=size)
     assert str(refused.value).startswith(f"trainer.tensor_parallel {problem}")
     assert examine(path)[0].views
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("qwen3", 2), ("glm4", 4)])
-def test_adapters_in_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> None:
-    """Each pair has one divided matrix. They are published and exported in full."""
-    path = build(name, tmp_path / "m")
-    alone = run(path, tmp_path / "alone", case="lora")
-    assert any(tensor.any() for key, tensor in alone.items() if key.endswith("lora_B.weight"))
-    out = tmp_path / "groups"
-    run_ranks(count, "rank_worker", out, path, "lora", "2", tmp_path / "alone" / "c")
-    for rank in range(count):
-        assert_all_close(load_file(out / f"rank{rank}.safetensors"), alone)
-    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
-        exported = load_file(out / "c" / file)
-        assert_all_close(exported, load_file(tmp_path / "alone" / "c" / file))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "count"), [("qwen3", 2), ("qwen3_moe", 4), ("gemma3", 4), ("phi3", 2)]
-)
-def test_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> None:
-    """Groups of two match one rank; they continue from its checkpoint, and it from
-    theirs.
-    """
-    path = build(name, tmp_path / "m")
-    alone = run(path, tmp_path / "alone")
-    out = tmp_path / "groups"
-    checkpoint = tmp_path / "alone" / "c"
-    run_ranks(count, "rank_worker", out, path, "decoupled", "2", checkpoint)
-    for rank in range(count):
-        of_rank = load_file(out / f"rank{rank}.safetensors")
-        assert_all_close(of_rank, alone)
-    exported = load_file(out / "c" / "hf" / "model.safetensors")
-    expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
-    assert_all_close(exported, expected)
-    trainer = Trainer(make_config(**CASE), path)  # type: ignore[arg-type]
-    restore_from(trainer, out / "c", step=2)
-    trained(trainer, make_batch(2, step=2, size=2))
-    for key, tensor in published(trainer, 3).items():
-        torch.testing.assert_close(tensor, alone[key], atol=1e-4, rtol=1e-3, msg=key)
