@@ -70,7 +70,7 @@ BUDGETS = (
         300,
         300,
     ),
-    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 108_700, 90_000),
+    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 109_500, 90_000),
 )
 
 
