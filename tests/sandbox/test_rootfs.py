@@ -198,6 +198,7 @@ def _installation(folder: Path) -> tuple[str, Path]:
 INSTALLS = ("wheel", "system", "shared")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("install", mostly_extended(INSTALLS, {"wheel"}))
 def test_an_installed_package_shows_the_named_packages_alone(install: str, tmp_path: Path) -> None:
     """Installed into a virtual environment, into the interpreter's own folder, or there

@@ -152,6 +152,7 @@ def test_asynchronous_modes_are_faster_than_sync() -> None:
     assert max(step_s, key=lambda mode: step_s[mode]) == "sync"
 
 
+@pytest.mark.extended
 def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
     run_config = config(tmp_path)
     with directory_of(run_config) as run:

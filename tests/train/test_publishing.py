@@ -81,6 +81,7 @@ def test_a_rank_that_cannot_reach_the_memory_publishes_a_part(tmp_path: Path) ->
     assert ranks[0][2].count("trainer ranks [0, 1] do not share memory") == 1, "it says so once"
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_fails_the_version_without_a_hang(tmp_path: Path) -> None:
     ranks = wait_for_all(start("dies", tmp_path))
     assert [status for status, _, _ in ranks] == [0, 9], ranks
