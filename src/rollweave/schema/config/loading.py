@@ -296,7 +296,7 @@ def _suggestion(file: type[BaseModel], where: tuple[str | int, ...]) -> str:
     """Suggest the nearest key of the same section, else one of that name anywhere, else
     all keys of the section.
     """
-    section, last = _section(file, where[:-1]), str(where[-1])
+    (section, _), last = _section(file, where[:-1]), str(where[-1])
     keys = list(section.model_fields) if section is not None else []
     if near := difflib.get_close_matches(last, keys, n=1):
         return f" (did you mean {near[0]}?)"
@@ -310,24 +310,27 @@ def _pointer(file: type[BaseModel], where: tuple[str | int, ...]) -> str:
     """Point to the reference of the section, if this is a configuration."""
     if file is not RunConfig:
         return ""
-    known = where[0] in RunConfig.model_fields and _section(file, where[:-1]) is not None
-    named = known and get_origin(RunConfig.model_fields[str(where[0])].annotation) is dict
-    parts = where[:1] if named else where[:-1]  # the reference has one page for all names
-    key = ".".join(part for part in parts if isinstance(part, str))
-    return f"; see `rollweave config{f' {key}' if key and known else ''}`"
+    section, key = _section(file, where[:-1])
+    return f"; see `rollweave config{f' {key}' if key and section is not None else ''}`"
 
 
-def _section(file: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = file
-    names_follow = False
+def _section(
+    file: type[BaseModel], path: Sequence[str | int]
+) -> tuple[type[BaseModel] | None, str]:
+    """Return the section at a place, or None, and its key in the reference, which has
+    one key for all names of a table.
+    """
+    section: type[BaseModel] | None = file
+    keys, names_follow = list[str](), False
     for part in path:
         if isinstance(part, int) or names_follow:
             names_follow = False
             continue
-        field = model.model_fields.get(part) if model else None
-        model = model_in(field.annotation) if field else None
+        field = section.model_fields.get(part) if section else None
+        section = model_in(field.annotation) if field else None
         names_follow = field is not None and get_origin(field.annotation) is dict
-    return model
+        keys.append(part)
+    return section, ".".join(keys)
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
