@@ -1,6 +1,6 @@
-"""The commands that make files of a run that is over or goes on by itself: `rollweave
-report` writes its report as one HTML file, and `rollweave export` its trajectories for
-other programs.
+"""The commands that write a file about a run, which may be over or under way:
+`rollweave report` writes the run's report as one HTML file, and `rollweave export`
+writes its trajectories for other programs.
 """
 
 from pathlib import Path

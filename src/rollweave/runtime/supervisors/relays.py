@@ -70,7 +70,7 @@ T = TypeVar("T")
 SUSPECT_BEATS = 3
 """Number of missed heartbeats in a row after which a relay is suspected.
 
-A wrong suspicion only gives another source to whoever fetches from the relay.
+After a wrong suspicion, the relays that fetch from it only use another source.
 """
 
 SILENT_S = 5.0
