@@ -3,10 +3,11 @@ tests.runtime.fake_trainer`.
 
 It trains by counting, and measures that the newest group is nearest to the policy. A
 file `hold` in the model's directory contains the number of scored trajectories that
-must exist before a step ends. A `run_dir` ending in "broken" fails to start, one in
-"refused" always does; a batch whose step is CRASH kills the process; FAIL fails; NAN is
-not finite. Publications are empty. A checkpoint in the background is written at once,
-except that one whose path ends in "beside" is written in the middle of the next step.
+must exist before a step ends. With a file `no-trainer` there it fails to start, and
+with `refused` it always would. A batch whose step is CRASH kills the process, FAIL
+fails, and NAN is not finite. Publications are empty. A checkpoint in the background is
+written at once, except that a checkpoint whose path ends in "beside" is written in the
+middle of the next step.
 """
 
 import json
@@ -52,11 +53,11 @@ class FakeTrainer:
     """A `TrainerLike` without a model."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
-        if spec.run_dir.endswith("broken") or (Path(spec.model) / "no-trainer").exists():
+        if (Path(spec.model) / "no-trainer").exists():
             raise RuntimeError("the fake trainer cannot start")
-        if spec.run_dir.endswith("refused") or (Path(spec.model) / "refused").exists():
+        if (Path(spec.model) / "refused").exists():
             raise NonFiniteLossError("the fake warm-up is not finite")
-        self._rank, self._model, self._run = rank, spec.model, Path(spec.run_dir)
+        self._rank, self._model, self._config = rank, spec.model, spec.config
         self.step = 0
         self._copied = ""
         self._later: Callable[[TrainerReply], None] | None = None
@@ -89,7 +90,8 @@ class FakeTrainer:
                 least = int(hold.read_text())
             except FileNotFoundError:
                 return
-            entries = TrajectoryReader(RunDir(self._run).trajectories).entries
+            run = json.loads(self._config)["run"]
+            entries = TrajectoryReader(RunDir(Path(run["dir"], run["name"])).trajectories).entries
             if sum(entry.score is not None for entry in entries) >= least:
                 return
             time.sleep(0.01)

@@ -61,7 +61,7 @@ async def test_trainer_and_engine_give_their_memory_back(tmp_path: Path) -> None
 
     config = make_config(trainer={"colocated": True})
     trainer = ProcessTrainer(
-        TrainerSpec(config=config.model_dump_json(), model=str(path), run_dir=str(tmp_path)),
+        TrainerSpec(config=config.model_dump_json(), model=str(path)),
         places=[WorkerPlace(spawn=recorded(TRAINER))],
         logs=tmp_path / "logs",
         start_s=60.0,

@@ -121,7 +121,6 @@ class Processes:
         spec = TrainerSpec(
             config=self._config.model_dump_json(),
             model=str(self.model_dir),
-            run_dir=str(self._run.path),
             words=self._words,
             warm_up=fresh,
         )

@@ -44,10 +44,10 @@ Connect = Callable[..., TrainerBackend]
 async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
     backends: list[TrainerBackend] = []
 
-    def start(kind: str, run_dir: str = "run") -> TrainerBackend:
-        spec = TrainerSpec(
-            config="{}", model=str(tmp_path / "none"), run_dir=str(tmp_path / run_dir)
-        )
+    def start(kind: str, *faults: str) -> TrainerBackend:
+        for name in faults:
+            (tmp_path / name).touch()
+        spec = TrainerSpec(config="{}", model=str(tmp_path))
         if kind == "thread":
             backends.append(ThreadTrainer(spec, build, start_s=20.0))
         else:
@@ -133,14 +133,14 @@ async def test_the_death_of_any_rank_loses_the_trainer(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_reports_why_a_trainer_cannot_start(connect: Connect, kind: str) -> None:
-    trainer = connect(kind, run_dir="broken")
+    trainer = connect(kind, "no-trainer")
     with pytest.raises(TrainerLostError, match="the fake trainer cannot start"):
         await trainer.ready()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_trainer_that_can_never_start_is_refused(connect: Connect, kind: str) -> None:
-    trainer = connect(kind, run_dir="refused")
+    trainer = connect(kind, "refused")
     with pytest.raises(TrainerRefusedError, match=r"^the fake warm-up is not finite$"):
         await trainer.ready()
 

@@ -67,7 +67,6 @@ class TrainerSpec(Struct, frozen=True, kw_only=True):
 
     config: str
     model: str
-    run_dir: str
     words: tuple[str, ...] = ()
     warm_up: bool = False
 
