@@ -18,9 +18,9 @@ from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.families import NOTHING, Family, around
-from rollweave.sim.run import simulate
-from rollweave.sim.workload import Drawn, Plan, Workload
+from rollweave_sim.families import NOTHING, Family, around
+from rollweave_sim.run import simulate
+from rollweave_sim.workload import Drawn, Plan, Workload
 
 READS = Family(
     name="reading",

@@ -39,7 +39,7 @@ from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import run_secret
 from rollweave.cli.engine import TAKE_BACK
 from rollweave.schema.errors import RollweaveError
-from rollweave.sim.traffic import Arrival
+from rollweave_sim.traffic import Arrival
 
 UTILIZATION = 0.2
 """Share of the engine's time that the load takes: ROSE's serving GPUs use 18.9 % of

@@ -19,7 +19,7 @@ from benchmarks.harness import die_with_us, environment
 from rollweave.engine.clients.dialects import GENERATE_PATH
 from rollweave.schema.base import Struct, as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
-from rollweave.sim.traffic import SECOND_PEAKS, Arrival
+from rollweave_sim.traffic import SECOND_PEAKS, Arrival
 
 PROMPT_MEDIAN, OUTPUT_MEDIAN, SIGMA, LONGEST = 48, 16, 0.5, 160
 """Tokens of prompts and answers, drawn log-normally. They are a tenth to a twentieth of

@@ -33,9 +33,9 @@ from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import EngineSpec
-from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.train.scratch import build_checkpoint
 from rollweave.weights.checkpoint import read_shape
+from rollweave_sim.profile import Profile, ProfileCost, Sample
 
 DEMO = "frozenlake.toml"
 """Configuration whose model is measured by default, and whose `[engines]` are those of

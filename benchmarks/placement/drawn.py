@@ -9,9 +9,9 @@ from benchmarks.placement.whole_lists import simulated_s
 from rollweave.core.mechanisms.costs.interference import CostTable, tabulate
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime
-from rollweave.sim.cost import EngineCost
-from rollweave.sim.hardware import MODELS, gpu
-from rollweave.sim.workload import workload
+from rollweave_sim.cost import EngineCost
+from rollweave_sim.hardware import MODELS, gpu
+from rollweave_sim.workload import workload
 
 MODEL, GPU = "qwen3-14b", "h100"
 """Model and GPU. Heddle §7: 8B, 14B and 32B on NVIDIA Hopper; the middle one."""

@@ -26,8 +26,8 @@ from rollweave.schema.serving import (
     Generated,
     Ready,
 )
-from rollweave.sim.cost import EngineCost
-from rollweave.sim.hardware import gpu, model
+from rollweave_sim.cost import EngineCost
+from rollweave_sim.hardware import gpu, model
 
 GPU, MODEL = "h100", "qwen3-14b"
 """Modeled hardware and model: those of Heddle's ablations (§7.2, §7.3)."""

@@ -14,8 +14,8 @@ from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.run import SimMetrics
-from rollweave.sim.world import World
+from rollweave_sim.run import SimMetrics
+from rollweave_sim.world import World
 
 TRAJECTORIES, ENGINES, SLOTS = 10_000, 256, 32
 MEMBERS = 16

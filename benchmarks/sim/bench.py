@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import program
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.run import simulate
+from rollweave_sim.run import simulate
 
 GROUPS, MEMBERS = 512, 16
 """Prompts of a step and trajectories of a prompt (Laminar §8): 8,192 trajectories."""

@@ -15,8 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress
 from rollweave.io.boot import serve_parent
-from rollweave.sim.faults import Report, search
-from rollweave.sim.scenarios import STORM_S
+from rollweave_sim.faults import Report, search
+from rollweave_sim.scenarios import STORM_S
 
 SEEDS = 1000
 QUICK_SEEDS = 20

@@ -13,7 +13,7 @@ from benchmarks.coserve.figures import (
     yield_ms,
 )
 from benchmarks.coserve.load import BURST, LoadReport, Served, Watched, bursty, with_burst
-from rollweave.sim.traffic import SECOND_PEAKS
+from rollweave_sim.traffic import SECOND_PEAKS
 
 
 def test_a_bursty_load_has_its_mean_and_its_peaks() -> None:

@@ -16,7 +16,7 @@ from benchmarks.engine.profile import (
     sample_of,
 )
 from rollweave.engine.batching import StepWork
-from rollweave.sim.profile import Profile, ProfileCost, Sample
+from rollweave_sim.profile import Profile, ProfileCost, Sample
 
 
 @pytest.mark.extended

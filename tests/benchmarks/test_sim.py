@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks.sim import bench as sim
-from rollweave.sim.world import costs_of
+from rollweave_sim.world import costs_of
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, RunStarted
-from rollweave.sim.faults import search
+from rollweave_sim.faults import search
 from tests.journals.recording import (
     STATUS_EVERY,
     SUFFIX,
@@ -33,7 +33,10 @@ from tests.support.core import always_split
 TESTS = (
     "tests/core",
     "--ignore=tests/core/policy",
-    *(f"tests/sim/test_{name}.py" for name in ("affinity", "borrowed", "hosts", "joining")),
+    *(
+        f"packages/sim/tests/test_{name}.py"
+        for name in ("affinity", "borrowed", "hosts", "joining")
+    ),
 )
 """Tests whose cores are recorded."""
 SEEDS = range(40)

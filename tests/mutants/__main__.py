@@ -5,7 +5,8 @@ fails.
     python -m tests.mutants core train --sample all  every mutant of two packages
     python -m tests.mutants core --only policy/retry.py --sample all
 
-The mutants are those of `mutations.py` in all of `src/rollweave`, except `NOT_RUN`.
+The mutants are those of `mutations.py` in all of `src/rollweave` and in the packages
+`BESIDE` it, except `NOT_RUN`.
 Each runs the fast tests of its package's own folder (`runner.py`). A sample is spread
 evenly over the functions of a package, and the same for the same seed and code.
 `equivalent.toml` lists mutants that no test can notice, each with the reason; an entry
@@ -27,10 +28,10 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.mutations import mutations
-from tests.mutants.runner import ROOT, SOURCE, Mutant, Runner
+from tests.mutants.runner import BESIDE, ROOT, SOURCE, Mutant, Runner, name_of
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-PACKAGES = tuple(sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")))
+PACKAGES = tuple(sorted([*(path.parent.name for path in SOURCE.glob("*/__init__.py")), *BESIDE]))
 NOT_RUN = {
     "core/reading/checks.py": "invariants, which are assertions of tests",
     "core/mechanisms/*/check.py": "invariants, which are assertions of tests",
@@ -49,14 +50,14 @@ def sources(package: str) -> list[Path]:
     """Return the files of a package that have mutants."""
     return [
         path
-        for path in sorted((SOURCE / package).rglob("*.py"))
-        if not any(path.relative_to(SOURCE).match(pattern) for pattern in NOT_RUN)
+        for path in sorted(BESIDE.get(package, SOURCE / package).rglob("*.py"))
+        if not any(Path(name_of(path)).match(pattern) for pattern in NOT_RUN)
     ]
 
 
 def mutants_of(package: str) -> list[Mutant]:
     return [
-        Mutant(path.relative_to(SOURCE).as_posix(), index, change)
+        Mutant(name_of(path), index, change)
         for path in sources(package)
         for index, change in enumerate(mutations(ast.parse(path.read_text())))
     ]
@@ -103,11 +104,11 @@ def measured(package: str, arguments: argparse.Namespace) -> dict[str, object]:
     print(f"{package}: {len(drawn)} of {len(mutants)} mutants", flush=True)
     runner = Runner(tried, sources(package), arguments.jobs, arguments.budget, ROOT / ".mutants")
     marks = "not slow and not extended and not cluster and not vllm"
+    beside = package in BESIDE
+    folder = ROOT / "packages" / package / "tests" if beside else ROOT / "tests" / package
     with tempfile.TemporaryDirectory() as scratch:
         options = ["-p", "no:randomly", "-p", "no:cacheprovider", "-m", marks, "-s", "--tb=no"]
-        pytest.main(
-            [*options, "--basetemp", scratch, str(ROOT / "tests" / package)], plugins=[runner]
-        )
+        pytest.main([*options, "--basetemp", scratch, str(folder)], plugins=[runner])
     if len(runner.results) < len(tried):
         sys.exit(f"the mutants of {package} were not tried to the end")
     survivors = [result.mutant for result in runner.results if result.killed_by is None]

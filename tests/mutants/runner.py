@@ -40,6 +40,8 @@ from tests.mutants.mutations import Mutation, mutations
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
+BESIDE = {"sim": ROOT / "packages/sim/src/rollweave_sim"}
+"""Packages of further distributions that have mutants."""
 MEMORY = 4 << 30
 """Maximum number of bytes that the tests of a mutant may allocate."""
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -47,7 +49,7 @@ PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """The mutation number `index` of a file, whose path is relative to `SOURCE`."""
+    """The mutation number `index` of a file, which `place_of` finds."""
 
     file: str
     index: int
@@ -151,7 +153,8 @@ class Runner:
         """
         shared = hashlib.sha256()
         tests_and_tables = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tests").rglob("*.toml")]
-        for path in [*sorted(SOURCE.rglob("*.py")), *sorted(tests_and_tables)]:
+        code = [path for top in (SOURCE, *BESIDE.values()) for path in sorted(top.rglob("*.py"))]
+        for path in [*code, *sorted(tests_and_tables)]:
             if not path.name.startswith("test_") and "mutants" not in path.parts:
                 shared.update(path.read_bytes())
         modules: dict[Path, list[pytest.Item]] = {}
@@ -201,8 +204,7 @@ class Runner:
         measure.stop()
         data = measure.get_data()
         tests = {
-            Path(file).relative_to(SOURCE).as_posix(): data.contexts_by_lineno(file)
-            for file in data.measured_files()
+            name_of(Path(file)): data.contexts_by_lineno(file) for file in data.measured_files()
         }
         cached.write_text(json.dumps({"tests": tests, "cost": cost}))
 
@@ -256,7 +258,7 @@ class Runner:
         raise AssertionError
 
     def _apply(self, mutant: Mutant, folder: Path) -> None:
-        path = SOURCE / mutant.file
+        path = Path(*place_of(mutant.file))
         tree = ast.parse(path.read_text())
         for _ in itertools.islice(mutations(tree), mutant.index, mutant.index + 1):
             _use_tree(folder, (mutant.file, ast.unparse(tree)))
@@ -305,8 +307,9 @@ def _use_tree(folder: Path, changed: tuple[str, str] | None) -> None:
     """Let processes that start from now on import the package from a tree of links, in
     which one file has another text.
     """
-    package, source = folder / SOURCE.name, SOURCE
-    parts = Path(changed[0]).parts if changed else ("",)
+    source, file = place_of(changed[0] if changed else "")
+    package = folder / source.name
+    parts = Path(file).parts or ("",)
     for part in parts:
         package.mkdir(parents=True, exist_ok=True)
         for entry in source.iterdir():
@@ -319,6 +322,22 @@ def _use_tree(folder: Path, changed: tuple[str, str] | None) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(folder), os.environ.get("PYTHONPATH", "")))
     )
+
+
+def place_of(name: str) -> tuple[Path, str]:
+    """Return the folder of the top package of a file, and the file's path in it."""
+    package, _, file = name.partition("/")
+    return (BESIDE[package], file) if package in BESIDE else (SOURCE, name)
+
+
+def name_of(path: Path) -> str:
+    """Return a file's path below `SOURCE`, or below its package of `BESIDE`, which
+    comes first.
+    """
+    for package, top in BESIDE.items():
+        if path.is_relative_to(top):
+            return f"{package}/{path.relative_to(top).as_posix()}"
+    return path.relative_to(SOURCE).as_posix()
 
 
 @contextlib.contextmanager
@@ -338,7 +357,8 @@ def _address_space() -> int:
 
 
 def _module_of(source: Path) -> str:
-    parts = source.relative_to(SOURCE.parent).with_suffix("").parts
+    top, file = place_of(name_of(source))
+    parts = (top.name, *Path(file).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

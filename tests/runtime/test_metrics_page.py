@@ -36,7 +36,7 @@ STRUCTS = {
 """Sections whose keys are exactly the fields of a struct."""
 
 SOURCES = {
-    "step": ("runtime/metrics.py", "record/summary.py", "sim/run.py"),
+    "step": ("runtime/metrics.py", "record/summary.py", "rollweave_sim/run.py"),
     "trainer": (
         "train/update.py",
         "train/critic.py",
@@ -50,7 +50,12 @@ SOURCES = {
     "workers": ("record/summary.py",),
     "affinity": ("record/summary.py",),
     "evaluation": ("runtime/metrics.py",),
-    "other": ("runtime/metrics.py", "runtime/launch.py", "runtime/world.py", "sim/run.py"),
+    "other": (
+        "runtime/metrics.py",
+        "runtime/launch.py",
+        "runtime/world.py",
+        "rollweave_sim/run.py",
+    ),
 }
 """The modules that write the keys of all other sections."""
 

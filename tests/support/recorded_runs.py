@@ -8,8 +8,8 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.run import SimMetrics
-from rollweave.sim.world import Costs, World
+from rollweave_sim.run import SimMetrics
+from rollweave_sim.world import Costs, World
 from tests.support.core import config as core_config
 from tests.support.simulation import Linear
 

@@ -10,7 +10,7 @@ from rollweave.schema import events as e
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
-from rollweave.sim.workload import Plan, TurnPlan
+from rollweave_sim.workload import Plan, TurnPlan
 from tests.support.random_world import World
 
 MANY = (

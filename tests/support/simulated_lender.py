@@ -3,11 +3,11 @@
 import random
 
 from rollweave.core.policy.admission import Slo
-from rollweave.sim.engine import Done, SimEngine
-from rollweave.sim.kv import Request
-from rollweave.sim.lender import PAGE_BYTES, Lender, Served
-from rollweave.sim.lending import LentEngine
-from rollweave.sim.traffic import Memory
+from rollweave_sim.engine import Done, SimEngine
+from rollweave_sim.kv import Request
+from rollweave_sim.lender import PAGE_BYTES, Lender, Served
+from rollweave_sim.lending import LentEngine
+from rollweave_sim.traffic import Memory
 from tests.support.simulation import Linear
 
 COST = Linear(kv_tokens=4000)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.cost import EngineCosts
+from rollweave_sim.cost import EngineCosts
 from tests.support.core import config as core_config
 
 

@@ -179,7 +179,7 @@ def test_an_unknown_name_is_refused() -> None:
         "rollweave.cli.entry",
         "rollweave.runtime.launch",
         "rollweave.runtime.supervisors.predictor",
-        "rollweave.sim.effects",
+        "rollweave_sim.effects",
     ],
 )
 def test_imports_nothing_before_a_regressor_is_built(module: str) -> None:

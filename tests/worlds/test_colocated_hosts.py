@@ -10,9 +10,9 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.hardware import GPUS_PER_MACHINE
-from rollweave.sim.run import SimMetrics
-from rollweave.sim.world import World
+from rollweave_sim.hardware import GPUS_PER_MACHINE
+from rollweave_sim.run import SimMetrics
+from rollweave_sim.world import World
 from tests.support.properties import checked_every
 from tests.support.referee import Referee
 from tests.support.simulation import config

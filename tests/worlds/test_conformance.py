@@ -10,7 +10,7 @@ import pytest
 
 from rollweave.record.journal import Replay
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.run import directory_of, simulate
+from rollweave_sim.run import directory_of, simulate
 from tests.support.core import always_split
 from tests.support.fake_runs import make_config, make_model, run, run_dir
 from tests.support.referee import Referee

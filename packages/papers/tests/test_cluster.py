@@ -8,10 +8,6 @@ import statistics
 import pytest
 
 from rollweave.schema.work import StopReason
-from rollweave.sim.cost import TrainerCost
-from rollweave.sim.hardware import gpu, link, model
-from rollweave.sim.workload import Plan, Workload, workload
-from rollweave.sim.world import costs_of
 from rollweave_papers.cluster import (
     ExperimentError,
     GaussianSteps,
@@ -22,6 +18,10 @@ from rollweave_papers.cluster import (
     pace,
     rollout_s,
 )
+from rollweave_sim.cost import TrainerCost
+from rollweave_sim.hardware import gpu, link, model
+from rollweave_sim.workload import Plan, Workload, workload
+from rollweave_sim.world import costs_of
 
 SMALL = Setup(
     model="qwen3-8b",

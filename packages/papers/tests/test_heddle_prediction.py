@@ -4,7 +4,6 @@ are better.
 
 import pytest
 
-from rollweave.sim.workload import Plan, workload
 from rollweave_papers.heddle_prediction import (
     MEMBERS,
     MIN_TURNS,
@@ -16,6 +15,7 @@ from rollweave_papers.heddle_prediction import (
     quality,
     trajectories_of,
 )
+from rollweave_sim.workload import Plan, workload
 from tests.support.variants import mostly_slow
 
 SMALL = Batches(count=2, groups=20)

@@ -5,10 +5,6 @@ load.
 import pytest
 
 from rollweave.schema.config.rollout import ModeName
-from rollweave.sim.cost import EngineCost, TrainerCost
-from rollweave.sim.hardware import Link, gpu, link, model
-from rollweave.sim.run import SimMetrics
-from rollweave.sim.world import World
 from rollweave_papers import laminar, laminar_weights
 from rollweave_papers.laminar import efficiency
 from rollweave_papers.laminar_runs import (
@@ -24,6 +20,10 @@ from rollweave_papers.laminar_runs import (
 )
 from rollweave_papers.laminar_weights import best_chain_s, broadcast, chain_s, repair_s
 from rollweave_papers.running import EXPERIMENTS
+from rollweave_sim.cost import EngineCost, TrainerCost
+from rollweave_sim.hardware import Link, gpu, link, model
+from rollweave_sim.run import SimMetrics
+from rollweave_sim.world import World
 
 
 def test_a_simulated_broadcast_takes_the_time_of_the_closed_form() -> None:

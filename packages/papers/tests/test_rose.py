@@ -10,13 +10,13 @@ import pytest
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.sim.hardware import link, model
-from rollweave.sim.relays import DELTA_SHARE
-from rollweave.sim.world import costs_of
 from rollweave_papers.cluster import rollout_s, steps_of
 from rollweave_papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
 from rollweave_papers.rose_elastic import Borrowing, resource_fixed, without_borrowing
 from rollweave_papers.rose_serving import SIZES
+from rollweave_sim.hardware import link, model
+from rollweave_sim.relays import DELTA_SHARE
+from rollweave_sim.world import costs_of
 
 
 @pytest.mark.slow

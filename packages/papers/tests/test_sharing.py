@@ -13,11 +13,6 @@ from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.clock import Clock
-from rollweave.sim.lender import Lender
-from rollweave.sim.lending import REPORT_S
-from rollweave.sim.run import SimMetrics, simulate
-from rollweave.sim.world import World
 from rollweave_papers import sharing
 from rollweave_papers.sharing import (
     DOWN_S,
@@ -32,6 +27,11 @@ from rollweave_papers.sharing import (
     TakingTurns,
     available,
 )
+from rollweave_sim.clock import Clock
+from rollweave_sim.lender import Lender
+from rollweave_sim.lending import REPORT_S
+from rollweave_sim.run import SimMetrics, simulate
+from rollweave_sim.world import World
 from tests.support.borrowing import Watch, config, lenders
 from tests.support.simulated_lender import Rig, every_turn_ends
 

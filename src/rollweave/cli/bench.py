@@ -1,14 +1,10 @@
 """`rollweave bench` runs a benchmark of `benchmarks/` and prints its figures as a
-table; with `--json`, also as one line of JSON. `rollweave reproduce` runs the
-experiments of `rollweave-papers`, if it is installed.
-
+table; with `--json`, also as one line of JSON.
 """
 
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import FAILED, err, out
-from rollweave.io.extras import without_distribution
 from rollweave.io.machine import describe
 from rollweave.package import DIRECTORY
 from rollweave.schema.errors import ConfigError
@@ -178,20 +173,3 @@ def format_figure(value: "Figure") -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
-
-
-COMMANDS = "rollweave.commands"
-"""Group of the entry points of commands in further distributions of this repository."""
-
-DISTRIBUTION = "rollweave-papers"
-
-
-def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path | None) -> None:
-    """Run the experiments with these names. Raises ConfigError if the papers'
-    distribution is not installed.
-    """
-    found = [entry for entry in entry_points(group=COMMANDS) if entry.name == "reproduce"]
-    if not found:
-        raise without_distribution("`rollweave reproduce`", DISTRIBUTION)
-    work: Any = found[0].load()
-    work(names, quick=quick, as_json=as_json, write=write)

@@ -13,6 +13,7 @@ import typer
 
 from rollweave.cli.bench import NAMES, SEEDED
 from rollweave.cli.console import errors_reported
+from rollweave.cli.further import command
 from rollweave.cli.interrupt import install_signals
 
 app = typer.Typer(
@@ -357,9 +358,9 @@ def simulate(
     faults that break the core.
     """
     with errors_reported():
-        from rollweave.cli.simulate import simulate as work
-
-        work(config, overrides or [], serving=serving, faults=faults or [], as_json=json_)
+        command("simulate")(
+            config, overrides or [], serving=serving, faults=faults or [], as_json=json_
+        )
 
 
 @app.command()
@@ -396,17 +397,16 @@ def advise(
     run, search its modes and numbers of engines, with measured times.
     """
     with errors_reported():
-        from rollweave.cli.advise import Asked
-        from rollweave.cli.advise import advise as work
-
-        asked = Asked(
+        command("advise")(
+            target,
+            overrides or [],
             gpus=gpus or (),
             hardware=hardware or (),
             price=price or (),
             model=model,
             workload=workload,
+            as_json=json_,
         )
-        work(target, overrides or [], asked, as_json=json_)
 
 
 @app.command()
@@ -435,9 +435,7 @@ def reproduce(
     numbers.
     """
     with errors_reported():
-        from rollweave.cli.bench import reproduce as work
-
-        work(names or [], quick=quick, as_json=json_, write=write)
+        command("reproduce")(names or [], quick=quick, as_json=json_, write=write)
 
 
 @app.command()

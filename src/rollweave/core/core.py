@@ -4,8 +4,8 @@ THEORY OF OPERATION
 
 `Core.handle(now, event)` changes the state of the run, and returns the commands that
 follow. The core decides everything and does nothing: a world (`runtime/world` with
-processes, `sim/world` with cost models) executes the commands and reports what came of
-them as further events. The core has no clock, no randomness and no I/O. So the same
+processes, `rollweave_sim` with cost models) executes the commands and reports what came
+of them as further events. The core has no clock, no randomness and no I/O. So the same
 events at the same times give the same commands: in a live run, in its replay from the
 journal, and in simulation. The journal has each event, with a digest of its commands,
 before a command is executed; after a crash the state is rebuilt from the last snapshot

@@ -33,7 +33,11 @@ EXTRAS = {
 Sinks and transports have extras of their names.
 """
 
-DISTRIBUTIONS = {"rollweave-envs": "packages/envs", "rollweave-papers": "packages/papers"}
+DISTRIBUTIONS = {
+    "rollweave-envs": "packages/envs",
+    "rollweave-papers": "packages/papers",
+    "rollweave-sim": "packages/sim",
+}
 """The folder of each further distribution of this repository."""
 
 USER_CODE_VARIABLE = "ROLLWEAVE_USER_CODE"

@@ -28,8 +28,8 @@ from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason, Task
-from rollweave.sim.faults import NullObserver
-from rollweave.sim.world import World
+from rollweave_sim.faults import NullObserver
+from rollweave_sim.world import World
 from tests.support.kinds import of
 from tests.support.states import E0, E1, members, running
 

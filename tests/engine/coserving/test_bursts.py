@@ -13,7 +13,7 @@ from rollweave.core.policy.admission import Admission, Curve, Profile, Slo
 from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.serving_load import ServingLoad
-from rollweave.sim.traffic import Arrival
+from rollweave_sim.traffic import Arrival
 
 PROMPTS = Curve(((16, 0.0084), (32, 0.012), (64, 0.0175), (128, 0.035), (256, 0.056), (512, 0.109)))
 TOKENS = Curve(((1, 0.0064), (2, 0.0067), (4, 0.0088), (8, 0.0109), (16, 0.015), (32, 0.024)))

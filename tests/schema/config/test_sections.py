@@ -2,7 +2,7 @@
 
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.run import ignored
+from rollweave_sim.run import ignored
 
 SCRATCH = """
 [run]

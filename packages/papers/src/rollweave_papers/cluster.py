@@ -20,11 +20,11 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import RollweaveError
-from rollweave.sim.families import INIT_TIMEOUT_S
-from rollweave.sim.run import Outcome, SimMetrics, simulate
-from rollweave.sim.workers import Dedicated, Judges, Serverless
-from rollweave.sim.workload import Plan, Workload, workload
-from rollweave.sim.world import Costs, Journal, World
+from rollweave_sim.families import INIT_TIMEOUT_S
+from rollweave_sim.run import Outcome, SimMetrics, simulate
+from rollweave_sim.workers import Dedicated, Judges, Serverless
+from rollweave_sim.workload import Plan, Workload, workload
+from rollweave_sim.world import Costs, Journal, World
 
 SLOTS = 256
 """Sequences that an engine decodes at once: the default `max_num_seqs` of vLLM 0.8,

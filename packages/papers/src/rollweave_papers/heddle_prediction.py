@@ -19,10 +19,10 @@ import msgspec
 from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.base import Struct
 from rollweave.schema.training import LengthContext
-from rollweave.sim.workload import Plan, workload
 from rollweave.train.lengths import build_regressor, check_installed
 from rollweave_papers.measures import pearson, recall_of_longest
 from rollweave_papers.results import Experiment, Row
+from rollweave_sim.workload import Plan, workload
 
 NAME = "heddle-fig13"
 

@@ -18,8 +18,8 @@ import msgspec
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, Struct, TrajectoryId
-from rollweave.sim.families import FAMILIES
 from rollweave_papers.cluster import Setup, SlowStarts, mean_of, steps_of
+from rollweave_sim.families import FAMILIES
 
 GPUS = 64
 """Eight machines of eight Hopper GPUs with NVLink of 900 GB/s (Heddle §7): h100."""

@@ -9,7 +9,6 @@ import functools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from rollweave.sim.fleet import RESTART_S
 from rollweave_papers.laminar_runs import (
     CONCURRENCY,
     SCALES,
@@ -24,6 +23,7 @@ from rollweave_papers.laminar_runs import (
 )
 from rollweave_papers.laminar_weights import fig14, fig19
 from rollweave_papers.results import Experiment, Row
+from rollweave_sim.fleet import RESTART_S
 
 OURS = (
     "Laminar: our mode decoupled on its placement, 1,024 trajectories per engine, weights from a "

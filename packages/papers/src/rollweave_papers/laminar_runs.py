@@ -16,12 +16,12 @@ from typing import Any
 from rollweave.core.mechanisms.cluster.workers import cluster_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
-from rollweave.sim.hardware import Link, ModelShape, gpu, link, model
-from rollweave.sim.hosts import NO_POOL
-from rollweave.sim.run import Outcome, SimMetrics, kv_used, simulate
-from rollweave.sim.world import World
 from rollweave_papers.cluster import ExperimentError, Setup, run_to_end, run_until
+from rollweave_sim.cost import EngineCost, EngineCosts, TrainerCost
+from rollweave_sim.hardware import Link, ModelShape, gpu, link, model
+from rollweave_sim.hosts import NO_POOL
+from rollweave_sim.run import Outcome, SimMetrics, kv_used, simulate
+from rollweave_sim.world import World
 
 PROMPTS, MEMBERS = 512, 16
 """Prompts of a batch and samples of a prompt (Laminar §8): 8,192 trajectories."""

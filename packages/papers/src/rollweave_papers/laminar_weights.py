@@ -2,18 +2,18 @@
 relay on each machine, beside closed forms over published links.
 
 The chain, its chunks and its repair are those of our relays
-(`mechanisms/relays/fetching`, `sim/relays`).
+(`mechanisms/relays/fetching`, `rollweave_sim.relays`).
 """
 
 import statistics
 
 from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
-from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost
-from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link, model
-from rollweave.sim.world import Costs
 from rollweave_papers.cluster import Setup, Watched, run_until
 from rollweave_papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
 from rollweave_papers.results import Row
+from rollweave_sim.cost import LINK_EFFICIENCY, EngineCost
+from rollweave_sim.hardware import GPUS_PER_MACHINE, gpu, link, model
+from rollweave_sim.world import Costs
 
 RELAYS = 127
 """Relays beside the master, on 1,024 GPUs (Laminar Fig. 19)."""

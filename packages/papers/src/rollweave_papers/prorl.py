@@ -5,10 +5,10 @@ Our copy is a digest. An instance is taken to be a task with its eight rollouts
 ("rollouts per instance: 8").
 """
 
-from rollweave.sim.families import SHELL_ACTION_S
-from rollweave.sim.workload import Workload
 from rollweave_papers.cluster import Pace, ScaledSteps, Setup, mean_of, pace
 from rollweave_papers.results import Experiment, Row
+from rollweave_sim.families import SHELL_ACTION_S
+from rollweave_sim.workload import Workload
 
 INSTANCES, ROLLOUTS, NODE_GPUS = 32, 8, 8
 """Batch, rollouts of an instance, and the H100 of a node (Hyperparameters; Table 3)."""

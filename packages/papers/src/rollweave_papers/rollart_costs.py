@@ -5,12 +5,12 @@ Fig. 6), and the transfers between clusters (§7.5).
 import functools
 import statistics
 
-from rollweave.sim.families import JUDGE_S
-from rollweave.sim.hardware import link
-from rollweave.sim.workers import COLD_S, WARM_S, Serverless
 from rollweave_papers.cluster import Setup, first_step, mean_of, pace
 from rollweave_papers.results import Experiment, Row
 from rollweave_papers.rollart_parts import JUDGES, MATH_CONTEXT, updates
+from rollweave_sim.families import JUDGE_S
+from rollweave_sim.hardware import link
+from rollweave_sim.workers import COLD_S, WARM_S, Serverless
 
 SWE_CONTEXT, SWE_BATCH, SWE_GPUS = 32_768, 128, 28
 """Workload of Fig. 6, and its GPUs for rollouts."""

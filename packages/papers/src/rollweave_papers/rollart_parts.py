@@ -6,12 +6,6 @@ import functools
 import statistics
 
 from rollweave.schema.base import Struct
-from rollweave.sim.cost import EngineCost, TrainerCost
-from rollweave.sim.families import INIT_TIMEOUT_S, SWE_INIT_HANG_RATE
-from rollweave.sim.hardware import Link, gpu, link, model
-from rollweave.sim.hosts import NO_POOL
-from rollweave.sim.workers import KEEP_S
-from rollweave.sim.workload import Workload, workload
 from rollweave_papers.cluster import (
     GaussianSteps,
     Setup,
@@ -24,6 +18,12 @@ from rollweave_papers.cluster import (
     rollouts,
 )
 from rollweave_papers.results import Experiment, Row
+from rollweave_sim.cost import EngineCost, TrainerCost
+from rollweave_sim.families import INIT_TIMEOUT_S, SWE_INIT_HANG_RATE
+from rollweave_sim.hardware import Link, gpu, link, model
+from rollweave_sim.hosts import NO_POOL
+from rollweave_sim.workers import KEEP_S
+from rollweave_sim.workload import Workload, workload
 
 CONTEXT, MATH_CONTEXT = 32_768, 16_384
 MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}

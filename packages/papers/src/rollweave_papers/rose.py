@@ -8,10 +8,6 @@ import statistics
 import msgspec
 
 from rollweave.core.policy.relay import CHUNK_BYTES
-from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost, TrainerCost
-from rollweave.sim.hardware import GPUS_PER_MACHINE, ModelShape, gpu, link, model
-from rollweave.sim.relays import DELTA_SHARE
-from rollweave.sim.run import Outcome
 from rollweave_papers.cluster import (
     ExperimentError,
     Setup,
@@ -22,6 +18,10 @@ from rollweave_papers.cluster import (
     steps_of,
 )
 from rollweave_papers.results import Experiment, Row
+from rollweave_sim.cost import LINK_EFFICIENCY, EngineCost, TrainerCost
+from rollweave_sim.hardware import GPUS_PER_MACHINE, ModelShape, gpu, link, model
+from rollweave_sim.relays import DELTA_SHARE
+from rollweave_sim.run import Outcome
 
 CONTEXT = 32_768
 """Maximum tokens of Qwen3-8B/32k on FrozenLake (§6)."""

@@ -20,12 +20,12 @@ from rollweave.core.policy.admission import PrefillMode
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
-from rollweave.sim.clock import Clock
-from rollweave.sim.engine import SimEngine
-from rollweave.sim.lender import Lender, Served
-from rollweave.sim.lending import Lending
-from rollweave.sim.serving import SHARING, ServingCluster
-from rollweave.sim.traffic import count, timed_rows
+from rollweave_sim.clock import Clock
+from rollweave_sim.engine import SimEngine
+from rollweave_sim.lender import Lender, Served
+from rollweave_sim.lending import Lending
+from rollweave_sim.serving import SHARING, ServingCluster
+from rollweave_sim.traffic import count, timed_rows
 
 START_S = 60.0
 """Seconds until an engine is ready that the run starts on a GPU which it did not have

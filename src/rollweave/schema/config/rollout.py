@@ -31,7 +31,8 @@ class TaskConfig(Section):
 
     env: str = Field(
         description="Registered environment or handler, or `package.module:Class` of your own; in "
-        "a simulation also a family of workloads (sim/families.py), a .jsonl trace or a run."
+        "a simulation also a family of workloads (rollweave_sim/families.py), a .jsonl trace or a "
+        "run."
     )
     tag: str = Field(
         "", description="Name of the task domain in metrics; the environment's name if empty."

@@ -26,9 +26,9 @@ Sharing = Literal[
     "serverless",
     "spot",
 ]
-"""Ways in which serving and rollouts share an engine: ours (sim/serving.py), then those
-of ROSE's baselines, whose last two have engines that come and go without serving
-(rollweave_papers.sharing).
+"""Ways in which serving and rollouts share an engine: ours (rollweave_sim.serving), and
+ROSE's baselines (rollweave_papers.sharing), whose last two have engines that come and
+go without serving.
 """
 
 WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
@@ -37,20 +37,20 @@ WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
 
 class SimConfig(Section):
     """The simulated engines, environments and trainer of `rollweave simulate`
-    (sim/).
+    (packages/sim).
     """
 
-    model: str = Field(description="Model shape, by name (sim/hardware.py).")
+    model: str = Field(description="Model shape, by name (rollweave_sim/hardware.py).")
     gpu: str = Field(
         "h800",
-        description="GPU of engines and trainer, by name (sim/hardware.py), or a .json file with "
-        "measured step times of an engine; an h800 trains where this one does not. A pool has the "
-        "GPU that its `resource` names, if it names one.",
+        description="GPU of engines and trainer, by name (rollweave_sim/hardware.py), or a .json "
+        "file with measured step times of an engine; an h800 trains where this one does not. A "
+        "pool has the GPU that its `resource` names, if it names one.",
     )
     link: str = Field(
         "rdma",
         description="Link over which weights reach the engines and the relays of other sites, by "
-        "name (sim/hardware.py).",
+        "name (rollweave_sim/hardware.py).",
     )
 
 
@@ -63,8 +63,8 @@ class ServingFile(Section):
     )
     model: str | None = Field(
         None,
-        description="Shape of the model that is served (sim/hardware.py); must be given for "
-        "engines with users.",
+        description="Shape of the model that is served (rollweave_sim/hardware.py); must be given "
+        "for engines with users.",
     )
     prefill: Count = Field(
         0,

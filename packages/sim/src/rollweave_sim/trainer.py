@@ -1,0 +1,184 @@
+"""The simulated trainer: steps, publications and checkpoints take the time of its cost
+model.
+
+Invariant: `checkpoints` are the readable steps: complete, and not pruned.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+
+from rollweave.record.trace import TRAINER, Trace
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import TrajectoryId
+from rollweave_sim.clock import Clock
+from rollweave_sim.cost import TrainerCosts
+from rollweave_sim.rollouts import Scored
+
+RESTART_S = 120.0
+"""Seconds until a restarted trainer has its checkpoint. Assumption: process start and
+reading of the shards.
+"""
+
+FORWARD_SHARE = 1 / 3
+"""Share of a step's seconds in its forward pass: the backward pass has twice its FLOPs.
+The update is counted in, which overestimates.
+"""
+
+RATIO_SIGMA = 0.05
+"""Spread of the logarithm of a group's ratio per version of age, plus one for the
+engine's arithmetic. Assumption.
+"""
+
+
+class SimTrainer:
+    """A trainer process. `scored` are the trajectories in the store."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+        cost: TrainerCosts,
+        scored: Mapping[TrajectoryId, Scored],
+        trace: Trace | None,
+    ) -> None:
+        self._clock, self._post, self._cost, self._scored, self._trace = (
+            clock,
+            post,
+            cost,
+            scored,
+            trace,
+        )
+        self.epoch = 0
+        self._ticket = self._writing = 0
+        self._alive = False
+        self.checkpoints: set[int] = set()
+        self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next command fails
+        self.trained: Callable[[c.TrainStep, float], None] = lambda command, seconds: None
+
+    def start(self, *, epoch: int = 0, step: int = 0, seconds: float = 0.0) -> None:
+        """Start a trainer process at `step`."""
+        self._begin(e.TrainerReady(epoch=epoch, step=step), seconds)
+
+    def restart(self, command: c.RestartTrainer) -> None:
+        step, note = command.step, ""
+        if self.refuse_restore and command.fallback is not None:
+            step, note = command.fallback, f"checkpoint {command.step} is damaged"
+            self.checkpoints.discard(command.step or 0)
+        self.refuse_restore = False
+        self._begin(e.TrainerReady(epoch=command.epoch, step=step or 0, note=note), RESTART_S)
+
+    def train(self, command: c.TrainStep) -> None:
+        seconds = self._step_s(command.groups)
+        self.trained(command, seconds)
+        done = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
+        self._do(
+            f"train {command.step}.{command.part}", seconds, self._refused(command.step) or done
+        )
+
+    def measure(self, command: c.MeasureRatios) -> None:
+        """Draw ratios: the older a group, the farther from 1."""
+        ratios = tuple(
+            e.GroupRatio(id=group.id, ratio=self._ratio(group, command.step))
+            for group in command.groups
+        )
+        done = e.RatiosMeasured(
+            epoch=self.epoch, step=command.step, part=command.part, ratios=ratios
+        )
+        seconds = FORWARD_SHARE * self._step_s(command.groups)
+        self._do(
+            f"measure {command.step}.{command.part}", seconds, self._refused(command.step) or done
+        )
+
+    def _step_s(self, groups: tuple[c.GroupRef, ...]) -> float:
+        lengths = [
+            self._scored[member].tokens for group in groups for member in group.trajectory_ids
+        ]
+        return self._cost.step_s(
+            tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths)
+        )
+
+    def _ratio(self, group: c.GroupRef, step: int) -> float:
+        age = max(abs(step - self._scored[member].initiated) for member in group.trajectory_ids)
+        return math.exp(
+            random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age))
+        )
+
+    def _refused(self, step: int) -> e.TrainFailed | None:
+        """Return the error that an injected fault answers with, once."""
+        if not self.refuse_step:
+            return None
+        self.refuse_step = False
+        return e.TrainFailed(epoch=self.epoch, step=step, error="out of memory", nonfinite=False)
+
+    def publish(self, command: c.PublishWeights) -> None:
+        done = e.WeightsPublished(
+            epoch=self.epoch, version=command.version, publication_id=command.publication_id
+        )
+        self._do(f"publish v{command.version}", self._cost.publish_s(), done)
+
+    def save(self, command: c.SaveCheckpoint) -> None:
+        saved: e.Event = e.CheckpointSaved(epoch=self.epoch, step=command.step)
+        if self.refuse_save:
+            self.refuse_save = False
+            saved = e.CheckpointFailed(
+                epoch=self.epoch, step=command.step, error="the disk is full"
+            )
+        copied = e.CheckpointCopied(epoch=self.epoch, step=command.step)
+        self._do(
+            f"copy {command.step}", self._cost.copy_s(), copied, lambda: self._write(command, saved)
+        )
+
+    def _write(self, command: c.SaveCheckpoint, event: e.Event) -> None:
+        """Write the checkpoint while the trainer continues."""
+        start = self._clock.now
+
+        def done() -> None:
+            if self._trace is not None:
+                self._trace.span(
+                    TRAINER, "checkpoint", f"save {command.step}", start, self._clock.now
+                )
+            self._saved(command, event)
+            self._post(event)
+
+        self._writing = self._clock.after(self._cost.checkpoint_s(), done)
+
+    def _saved(self, command: c.SaveCheckpoint, event: e.Event) -> None:
+        if isinstance(event, e.CheckpointSaved):
+            self.checkpoints = {step for step in self.checkpoints if step in command.keep} | {
+                command.step
+            }
+
+    def lose(self, error: str) -> None:
+        """Kill the process with its current work."""
+        if self._alive:
+            self.drop()
+            self._post(e.TrainerLost(epoch=self.epoch, error=error))
+
+    def drop(self) -> None:
+        """End the process without a report."""
+        self._clock.cancel(self._ticket)
+        self._clock.cancel(self._writing)
+        self._alive = False
+
+    def _begin(self, ready: e.TrainerReady, seconds: float) -> None:
+        self.drop()
+        self.epoch, self._alive = ready.epoch, True
+        self._do("start", seconds, ready)
+
+    def _do(
+        self, name: str, seconds: float, event: e.Event, then: Callable[[], None] = lambda: None
+    ) -> None:
+        if not self._alive:
+            return  # no process receives the command
+        start = self._clock.now
+
+        def done() -> None:
+            if self._trace is not None:
+                self._trace.span(TRAINER, "trainer", name, start, self._clock.now)
+            then()
+            self._post(event)
+
+        self._ticket = self._clock.after(seconds, done)

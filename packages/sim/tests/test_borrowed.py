@@ -1,0 +1,202 @@
+"""Runs that borrow serving engines in a simulation: what they gain, what users see, and
+when an engine is given back.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollweave.core.core import Core
+from rollweave.core.state import Engine
+from rollweave.record.journal import RunJournal
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave_sim import serving
+from rollweave_sim.lender import ACTIVATION_S
+from rollweave_sim.run import Outcome, SimMetrics, simulate
+from rollweave_sim.serving import ServingCluster
+from rollweave_sim.world import World
+from tests.support.borrowing import Watch, config, lenders
+
+
+def run(config: RunConfig, **serving: Any) -> Outcome:
+    outcome = simulate(config, serving=lenders(**serving))
+    assert not outcome.summary.error
+    return outcome
+
+
+def test_borrowed_engines_make_rollouts_faster_within_the_limits_of_users() -> None:
+    alone, lent = run(config(most=0)), run(config())
+    assert lent.steps[0]["at"] < 0.8 * alone.steps[0]["at"]
+    assert lent.serving is not None
+    assert lent.serving.late_first == lent.serving.late_tokens == 0.0
+    assert lent.serving.lent_share > 0.05
+
+
+def test_users_are_spread_over_engines_that_are_equally_idle() -> None:
+    metrics = SimMetrics()
+    world = World(config(most=0), observer=metrics, serving=lenders(rate=1.0))
+    metrics.watch(world)
+    world.start()
+    while world.over is None:
+        world.step()
+    assert isinstance(world.lending, ServingCluster)
+    engines = world.lending.lenders.values()
+    busy = [one.serving_s for one in engines if one.phase == "decode"]
+    assert len(busy) == 3
+    assert max(busy) < 1.5 * min(busy)
+
+
+def test_a_way_of_sharing_that_is_not_installed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "SHARING", dict.fromkeys(serving.OWN, ServingCluster))
+    monkeypatch.setattr(serving, "entry_points", lambda group: ())
+    file = lenders(sharing="spot", model=None, prefill=0, rate=None)
+    with pytest.raises(ConfigError, match="needs the package rollweave-papers"):
+        World(config(), observer=SimMetrics(), serving=file)
+
+
+def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> None:
+    watch = Watch()
+    metrics = SimMetrics()
+    world = World(config(), observer=metrics, journal=watch, serving=lenders())
+    metrics.watch(world)
+    world.each_event = world.core.check
+    world.start()
+    serving = world.lending
+    assert serving is not None
+    while True:
+        world.step()
+        state = world.core.state
+        busy = [one for one in state.engines.values() if one.lender and one.active]
+        if len(busy) >= 2:
+            break
+    held = busy[0]
+    turns = {
+        (name, state.trajectories[name].attempt, state.trajectories[name].open_turn.number)
+        for name in held.active
+    }
+    serving.recalled.add(held.lender)
+    serving.report()
+    world.step()
+    assert held.id not in world.core.state.engines
+    while world.over is None:
+        world.step()
+    assert world.over == ""
+    done = {
+        (event.trajectory_id, event.attempt, event.turn)
+        for _, event, _ in watch.log
+        if isinstance(event, e.TurnDone)
+    }
+    assert turns <= done, "the same attempts continue elsewhere"
+    again = [
+        one
+        for one in watch.commands(c.StartTurn)
+        if (one.trajectory_id, one.attempt, one.turn) in turns and one.dispatch
+    ]
+    assert again
+    assert all(one.resume for one in again), "with the tokens that they have"
+    later = watch.commands(c.StartEngine)
+    assert all(one.lender != held.lender for one in later if one.engine_id > held.id)
+
+
+@pytest.mark.parametrize("policies", [(), ("earliest",)])
+def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[str, ...]) -> None:
+    """Its own engine is lost, and then those that stood in for it are recalled."""
+    metrics = SimMetrics()
+    world = World(config(changes=policies), observer=metrics, serving=lenders())
+    metrics.watch(world)
+    world.each_event = world.core.check
+    world.start()
+    serving, state = world.lending, world.core.state
+    assert serving is not None
+
+    def borrowed() -> list[Engine]:
+        return [one for one in state.engines.values() if one.lender and one.active]
+
+    while state.publication.version < 1:
+        world.step()
+    own = next(one for one in state.engines.values() if not one.lender)
+    world.fleet.lose(own.id, "killed")
+    while not borrowed():
+        assert world.over is None
+        world.step()
+    assert own.version < 0, "the next step begins before it is back"
+    for one in state.engines.values():
+        if one.lender:
+            serving.recalled.add(one.lender)
+    serving.report()
+    while world.over is None:
+        assert world.clock.now < 3600.0, "the run hangs"
+        world.step()
+    assert world.over == ""
+
+
+def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
+    run_config = config()
+    with RunJournal(tmp_path / "journal.bin") as journal:
+        metrics = SimMetrics()
+        world = World(run_config, observer=metrics, journal=journal, serving=lenders())
+        metrics.watch(world)
+        world.start()
+
+        def lent() -> int:
+            engines = world.core.state.engines.values()
+            return sum(bool(one.lender) and one.abilities.max_slots > 0 for one in engines)
+
+        def until_lent() -> float:
+            since = world.clock.now
+            while lent() < 4:
+                assert world.clock.now < 60.0
+                world.step()
+            return world.clock.now - since
+
+        until_lent()
+        world.revive(Core.restore(world.core.snapshot(), run_config), journal)
+        world.step()
+        assert not lent(), "they are lost with the controller"
+        assert until_lent() == pytest.approx(ACTIVATION_S)
+
+
+def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
+    metrics = SimMetrics()
+    world = World(config(), observer=metrics, serving=lenders())
+    metrics.watch(world)
+    world.start()
+    assert world.lending is not None
+    while not any(engine.lender for engine in world.core.state.engines.values()):
+        world.step()
+    world.lending.silent = True
+    since = world.clock.now
+    while world.over is None and any(one.lender for one in world.core.state.engines.values()):
+        world.step()
+    assert world.over is None
+    assert 30.0 < world.clock.now - since < 60.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "gpt-9"}, "the serving engines' model must be one of"),
+        (
+            {"model": "qwen2.5-72b"},
+            "the serving engines' model must leave memory for one trajectory",
+        ),
+    ],
+)
+def test_bad_serving_is_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError)) as raised:
+        simulate(config(), serving=lenders(**change))
+    assert message in str(raised.value)
+
+
+def test_the_same_seed_gives_the_same_users() -> None:
+    first, again = run(config()).serving, run(config()).serving
+    assert first is not None
+    assert again is not None
+    assert msgspec.to_builtins(first) == msgspec.to_builtins(again)
