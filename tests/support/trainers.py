@@ -197,15 +197,22 @@ def make_batch(
     return Batch(step=step, version=version, part=part, parts=parts, groups=trajectories)
 
 
-def make_examples(count: int, *, seed: int = 0) -> list[Example]:
+def make_examples(count: int, *, seed: int = 0, prompts: int = 0) -> list[Example]:
+    """Return random sequences; with `prompts`, each begins with one of so many prompts,
+    or is a part of one.
+    """
     rng = random.Random(seed)
+    common = [[rng.randrange(4, VOCABULARY) for _ in range(25)] for _ in range(prompts)]
     examples = []
-    for _ in range(count):
+    for number in range(count):
         length = rng.randint(2, 40)
         targets = sorted(rng.sample(range(1, length), rng.randint(1, length - 1)))
+        tokens = [rng.randrange(4, VOCABULARY) for _ in range(length)]
+        if prompts:
+            tokens = common[number % prompts] + tokens
         examples.append(
             Example(
-                tokens=torch.tensor([rng.randrange(4, VOCABULARY) for _ in range(length)]),
+                tokens=torch.tensor(tokens[:length]),
                 targets=torch.tensor(targets),
             )
         )

@@ -14,12 +14,16 @@ from hypothesis import given, settings
 from rollweave.schema.errors import TrainerError
 from rollweave.train.attention import (
     PackedMask,
+    Rows,
     _blocks,
     _has_varlen,
+    _varlen,
     attend,
     packed_attention,
 )
+from rollweave.train.packing import Example, Packed, pack
 from tests.support.properties import examples
+from tests.support.trainers import make_examples
 from tests.train.compare import assert_equal, randn
 
 
@@ -133,6 +137,40 @@ def test_what_the_kernel_of_gpus_supports(
     )
     mask: Any = SimpleNamespace(visible=visible, window=window)
     assert _has_varlen(cast(Any, q), cast(Any, v), mask) is has
+
+
+@pytest.mark.parametrize("prompts", [0, 2])
+def test_the_kernel_of_gpus_attends_to_sequences_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    """Rows that sequences share are there once for each, as they are in the grid."""
+
+    def kernel(q: Any, k: Any, v: Any, ends: Any, *rest: Any, scale: float, **_: Any) -> Any:
+        del rest
+        parts = itertools.pairwise(ends.tolist())
+        return torch.cat(
+            [
+                packed_attention(
+                    torch.nn.Identity(),
+                    *(x[start:end].transpose(0, 1)[None] for x in (q, k, v)),
+                    PackedMask(Rows.of(alone(end - start)), None),
+                    scaling=scale,
+                )[0][0]
+                for start, end in parts
+            ]
+        )
+
+    def alone(length: int) -> Packed:
+        return pack([Example(torch.arange(length + 1), torch.tensor([length]))])
+
+    packed = pack(make_examples(6, prompts=prompts))
+    assert (packed.keys.cells is not None) == bool(prompts)
+    mask = PackedMask(Rows.of(packed), None)
+    q, k, v = (randn(seed, 1, 2, len(packed.tokens), 4) for seed in range(3))
+    expected, _ = packed_attention(torch.nn.Identity(), q, k, v, mask)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    torch.testing.assert_close(_varlen(*rows, mask, 0.5), expected[0])
 
 
 @pytest.mark.parametrize(

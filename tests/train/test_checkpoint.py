@@ -174,7 +174,7 @@ from rollweave.schema.training import Save
 from rollweave.train.trainer import Trainer
 from tests.support.trainers import make_config
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-trainer = Trainer(make_config(), Path(sys.argv[1]), Path(sys.argv[2]))
+trainer = Trainer(make_config(), Path(sys.argv[1]))
 for name, limit in (("c", -1), ("c", 200), ("c", 20000), ("d", -1)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     print(type(trainer.handle(Save(path=f"{sys.argv[2]}/{name}"))).__name__)

@@ -84,14 +84,14 @@ def compare(model: Model, path: Path, examples: list[Example], temperature: floa
         )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "prompts"), [(1.0, 0), (0.7, 2)])
 def test_a_packed_batch_equals_its_sequences_alone(
-    checkpoint_dir: Path, temperature: float
+    checkpoint_dir: Path, temperature: float, prompts: int
 ) -> None:
     compare(
         load_model(checkpoint_dir, dtype="float32", device=CPU),
         checkpoint_dir,
-        make_examples(7),
+        make_examples(7, prompts=prompts),
         temperature,
     )
 
@@ -118,7 +118,7 @@ def test_large_attention_and_vocabularies_give_the_same_results(checkpoint_dir: 
     for module in model.modules():
         if isinstance(module, Attention):
             module.max_scores = 0
-    compare(model, checkpoint_dir, make_examples(5, seed=1))
+    compare(model, checkpoint_dir, make_examples(5, seed=1, prompts=1))
 
 
 def test_with_torch_kernels_alone_the_results_are_the_same(
@@ -129,7 +129,9 @@ def test_with_torch_kernels_alone_the_results_are_the_same(
         module = importlib.import_module(f"rollweave.train.{name}")
         monkeypatch.setattr(module, "keeps_scores", lambda x: False)
     compare(
-        load_model(checkpoint_dir, dtype="float32", device=CPU), checkpoint_dir, make_examples(6)
+        load_model(checkpoint_dir, dtype="float32", device=CPU),
+        checkpoint_dir,
+        make_examples(6, prompts=2),
     )
 
 

@@ -68,7 +68,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", each_architecture())
 def test_a_packed_batch_equals_its_sequences_alone(tmp_path: Path, name: str) -> None:
     path = build(name, tmp_path / name)
-    examples = make_examples(7)
+    examples = make_examples(7, prompts=3)
     model = load(path)
     chosen, entropy, _ = model(pack(examples), 0.7)
     loss_of(chosen, entropy).backward()  # type: ignore[no-untyped-call]

@@ -419,7 +419,10 @@ def _varlen(
     """Attend on packed rows [N, heads, D], with torch's kernel for them."""
     from torch.nn.attention.varlen import varlen_attn
 
-    rows = mask.rows
+    rows, grid = mask.rows, mask.rows.grid
+    if grid.cells is not None:
+        every = grid.rows.index_select(0, grid.cells)
+        q, k, v = (tensor.index_select(0, every) for tensor in (q, k, v))
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
@@ -433,4 +436,6 @@ def _varlen(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, torch.Tensor), "no auxiliary results are requested"
-    return out
+    if grid.cells is None:
+        return out
+    return out.index_select(0, torch.searchsorted(grid.cells, grid.flat))
