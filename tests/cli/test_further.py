@@ -13,7 +13,7 @@ from rollweave.cli.main import app
 def test_they_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, command: str, folder: str
 ) -> None:
-    monkeypatch.setattr("rollweave.cli.further.entry_points", lambda group: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ())
     result = CliRunner().invoke(app, command.split())
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()

@@ -16,8 +16,10 @@ from rich.table import Table
 from rollweave.cli.console import err, out
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
+from rollweave.io.hub import fetched, folder
 from rollweave.record.summary import Summary
 from rollweave.runtime import launch
+from rollweave.runtime.checkpoints import with_model
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import must_pass
 from rollweave.schema.config.loading import load, loads
@@ -84,7 +86,7 @@ def subject_of(
     """
     path = Path(target)
     if env is not None:
-        return _of_checkpoint(path, env, overrides)
+        return _of_checkpoint(folder(fetched(target, field="CHECKPOINT")), env, overrides)
     if os.path.isfile(target) or path.suffix == ".toml":  # Path.is_file raises for long names
         return _of_file(path, overrides)
     if os.path.isfile(path / "config.json") and not os.path.exists(path / "config.toml"):
@@ -121,7 +123,7 @@ def _of_checkpoint(path: Path, env: str, overrides: Sequence[str]) -> Subject:
 
 
 def _of_file(path: Path, overrides: Sequence[str]) -> Subject:
-    config = load(path, overrides)
+    config = with_model(load(path, overrides))
     if config.model.path is None:
         raise ConfigError(
             f"{path}: model.path must name a checkpoint to be evaluated, got a model from scratch"
@@ -129,7 +131,7 @@ def _of_file(path: Path, overrides: Sequence[str]) -> Subject:
     return Subject(
         title=config.model.path,
         config=config,
-        model=Path(config.model.path),
+        model=folder(config.model.path),
         directory=Path(config.run.dir),
         prefix=f"{config.run.name}-base",
     )

@@ -13,8 +13,8 @@ import typer
 
 from rollweave.cli.bench import NAMES, SEEDED
 from rollweave.cli.console import errors_reported
-from rollweave.cli.further import command
 from rollweave.cli.interrupt import install_signals
+from rollweave.io.extras import command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -441,7 +441,11 @@ def reproduce(
 @app.command()
 def engine(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A directory in Hugging Face format.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A directory in Hugging Face format, or a model of the hub by name.",
+        ),
     ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
@@ -486,12 +490,13 @@ def engine(
     with errors_reported():
         from rollweave.cli.engine import EngineAccess, lending_to, phase_of
         from rollweave.cli.engine import engine as work
+        from rollweave.io.hub import fetched, folder
         from rollweave.schema.base import EngineId
         from rollweave.schema.serving import EngineSpec
 
         spec = EngineSpec(
             id=EngineId("http"),
-            model=str(checkpoint),
+            model=str(folder(fetched(str(checkpoint), field="CHECKPOINT"))),
             device=device,
             dtype=dtype,
             threads=threads,

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 from rollweave.schema.errors import ConfigError
@@ -39,6 +40,13 @@ DISTRIBUTIONS = {
     "rollweave-sim": "packages/sim",
 }
 """The folder of each further distribution of this repository."""
+
+COMMANDS = {
+    "advise": "rollweave-sim",
+    "reproduce": "rollweave-papers",
+    "simulate": "rollweave-sim",
+}
+"""The distribution of each command that is not in this package."""
 
 USER_CODE_VARIABLE = "ROLLWEAVE_USER_CODE"
 """Environment variable of an agent's processes."""
@@ -104,6 +112,16 @@ def without_distribution(what: str, name: str) -> ConfigError:
         f"{what} needs the package {name}, which is not installed "
         f"({how_to_install_distribution(name)})"
     )
+
+
+def command(name: str) -> Any:
+    """Return the function of a command that a further distribution announces. Raises
+    ConfigError if the distribution is not installed.
+    """
+    for entry in importlib.metadata.entry_points(group="rollweave.commands"):
+        if entry.name == name:
+            return entry.load()
+    raise without_distribution(f"`rollweave {name}`", COMMANDS[name])
 
 
 def _checkout() -> Path | None:

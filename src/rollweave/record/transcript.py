@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
+from rollweave.io.hub import folder
 from rollweave.io.tokenizer import read_tokenizer
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
@@ -112,7 +112,7 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
     """
     directories = [run.model]
     if run.config.exists() and (path := run.configuration().model.path) is not None:
-        directories.append(Path(path))
+        directories.append(folder(path))
     for directory in directories:
         read = read_tokenizer(directory)
         if read is not None:

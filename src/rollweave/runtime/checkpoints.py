@@ -11,13 +11,15 @@ from, and the journal records it.
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from rollweave.io.disk import REPLACED_SUFFIX, replace_directory
+from rollweave.io.hub import fetched, folder, is_hub_name
+from rollweave.record.rundir import RunDir
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import SIMULATED_MODEL
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape, gguf_of
@@ -40,9 +42,6 @@ EXPORT = "hf"
 (`train/checkpoint.py`).
 """
 
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Form of the names of models on the hub, which relative paths may have too."""
 
 KEPT = 3
 """Number of checkpoints on disk: the newest, the best, and the one being written."""
@@ -167,23 +166,35 @@ class Checkpoints:
         fresh.replace(link)
 
 
+def with_model(config: RunConfig, *, resume: bool = False, weights: bool = True) -> RunConfig:
+    """Fetch a model of the hub, and return the configuration with the commit of the
+    download in the model's name. A run that resumes keeps its commit, unless
+    `model.path` names a revision.
+
+    Without `weights`, fetch only what the checks read. Raises ConfigError.
+    """
+    path, run = config.model.path, RunDir(Path(config.run.dir) / config.run.name)
+    if path is None or path == SIMULATED_MODEL or not is_hub_name(path):
+        return config
+    if resume and "@" not in path and run.config.exists():
+        former = run.configuration().model.path
+        path = former if former is not None and former.startswith(f"{path}@") else path
+    model = config.model.model_copy(update={"path": fetched(path, weights=weights)})
+    return config.model_copy(update={"model": model})
+
+
 def model_directory(path: str) -> Path:
     """Return the directory of a model in Hugging Face format, at `path`.
 
     Raises ConfigError, which names the model where `path` is a run or a checkpoint of
     one.
     """
-    directory = Path(path)
+    directory = folder(path)
     rule = f"model.path must be a folder with config.json, got {path}"
     if how := gguf_of(directory):
         raise ConfigError(f"{rule}; {how}")
     if not os.path.isdir(directory):
-        hub = (
-            f"; for a model of the hub: hf download {path} --local-dir DIR"
-            if HUB_NAME.fullmatch(path) and not os.path.exists(directory.parent)
-            else ""
-        )
-        raise ConfigError(f"model.path must be a checkpoint directory, got {path!r}{hub}")
+        raise ConfigError(f"model.path must be a checkpoint directory, got {path!r}")
     if is_model(directory):
         return directory
     if is_model(directory / EXPORT):

@@ -19,6 +19,7 @@ from rollweave.core.core import Core
 from rollweave.core.state import ALIVE, Stage, State
 from rollweave.envs.tasks import rules_of
 from rollweave.io.disk import file_digest
+from rollweave.io.hub import folder
 from rollweave.io.reading import lines
 from rollweave.io.tokenizer import tokenizer_files
 from rollweave.record.journal import Replay
@@ -349,7 +350,7 @@ def model_dir(config: RunConfig, run: RunDir) -> Path:
     """Return the path of the model that the run begins with; the first trainer builds a
     model from scratch there.
     """
-    return Path(config.model.path).absolute() if config.model.path is not None else run.model
+    return folder(config.model.path).absolute() if config.model.path is not None else run.model
 
 
 def _steps(steps: list[int]) -> str:

@@ -23,6 +23,7 @@ from rollweave.engine.clients.base import Generates
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.transport import OnRetry
 from rollweave.io.disk import replace_file
+from rollweave.io.hub import folder
 from rollweave.io.reading import read_json
 from rollweave.schema.address import PRIVATE_NETWORKS, Hosts, host_of, ip_address
 from rollweave.schema.base import EngineId, as_json
@@ -63,7 +64,7 @@ def backend_factory(config: RunConfig, hosts: Hosts = PRIVATE_NETWORKS) -> Backe
     """Return the factory for engines on `hosts`, which serve the model of `config`, of
     any architecture.
     """
-    directory = Path(config.model.path or "")
+    directory = folder(config.model.path or "")
 
     def make_backend(request: EngineRequest, name: str, failed: OnRetry) -> Generates:
         try:

@@ -24,6 +24,7 @@ from rollweave.envs.threads import describe_error
 from rollweave.io.disk import replace_file
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import ADDRESS, ON_LOOPBACK, Access, listening
+from rollweave.io.hub import folder
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import SERVICE_LIMIT
 from rollweave.rollout.chat.codec import ChatCodec
@@ -115,7 +116,7 @@ def serve(
     check_installed(config)
     # errors in these are reported before the directory is created
     source = TaskSource(config)
-    codec = ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
+    codec = ChatCodec.from_directory(folder(config.model.path), config.model.template_arguments)
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
         launch = _Launch(

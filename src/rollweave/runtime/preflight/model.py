@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.io.extras import how_to_install, missing_from
+from rollweave.io.hub import WEIGHTS, folder, is_hub_name
 from rollweave.record.store import STORED_TOKEN_BYTES
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.template import DEFAULT, ChatTemplate, configured
@@ -149,7 +150,7 @@ def check_joined(
     site = Site(described=hosts)
     checks = list(site.check_pools(config))
     path = config.model.path
-    if failures(checks) or (path is not None and not Path(path, "config.json").exists()):
+    if failures(checks) or (path is not None and not (folder(path) / "config.json").exists()):
         return checks  # the engines report what their model lacks
     shape, planned = _shape_of(config, words), site.hosts(config)
     config = with_device(config, planned)
@@ -176,7 +177,11 @@ def _model(
         if not site.is_here and not (directory / "tokenizer.json").exists():
             text = "only config.json is here: weights, tokenizer and prompts are not checked"
             return shape, [*checks, warn("weights", text)]
-        checks.append(_weights(directory, shape))
+        checks.append(
+            _weights(directory, shape)
+            if has_weights(config)
+            else warn("weights", "not checked: they are fetched when the run starts")
+        )
     codec = _codec(config, domains)
     if directory is not None:
         checks += [*check_tokens(codec, shape), describe_template(codec)]
@@ -226,7 +231,7 @@ def _shape_of(config: RunConfig, words: Iterable[str] = ()) -> ModelShape:
             config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
         )
     assert config.model.path is not None, "the configuration has one of path and scratch"
-    directory = Path(config.model.path)
+    directory = folder(config.model.path)
     if config.model.implementation == "native":
         return read_shape(directory)
     if any(group.kind == "embedded" for group in config.engines):
@@ -263,7 +268,7 @@ def _adapters(
     """
     sizes = adapter_sizes(shape, lora)
     if lora.path is not None and config.model.path is not None and site.is_here:
-        check_adapter(Path(lora.path), sizes, lora, base=Path(config.model.path))
+        check_adapter(Path(lora.path), sizes, lora, base=folder(config.model.path))
     trained = trained_parameters(config, shape)
     share = f"{100 * trained / shape.parameters():.2g} % of the model"
     yield ok("lora", f"{trained:,} weights in {len(sizes) // 2} layers, {share}")
@@ -293,14 +298,14 @@ def _transformers(config: RunConfig, shape: ModelShape | None, site: Site) -> It
             if count % divisor:
                 rule = f"divide the {what} of the model from scratch ({count})"
                 raise FieldError("trainer.tensor_parallel", rule, divisor)
-    if config.model.path is None or not site.is_here:
+    if config.model.path is None or not site.is_here or not has_weights(config):
         yield ok(name, "transformers")
         return
     # it takes seconds to import
     from rollweave.train.loading import examine
 
     try:
-        stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divisor)
+        stored, unused, experts = examine(folder(config.model.path), tensor_parallel=divisor)
     except TrainerError as error:
         yield fail(name, str(error))
         return
@@ -331,11 +336,19 @@ def check_prompts(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
 def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
     """Return the codec of the model. Raises `UNREADABLE`."""
     if config.model.path is not None:
-        return ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
+        return ChatCodec.from_directory(folder(config.model.path), config.model.template_arguments)
     words = [word for domain in domains for word in domain.words]
     template = ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch")
     given = configured({DEFAULT: template}, config.model.template_arguments)
     return ChatCodec(build_tokenizer(words), given[DEFAULT])
+
+
+def has_weights(config: RunConfig) -> bool:
+    """Return whether the model's weights are here. Those of a model of the hub are
+    fetched when a run starts, not in a dry run.
+    """
+    path = config.model.path
+    return path is None or not is_hub_name(path) or any(folder(path).glob(WEIGHTS))
 
 
 def _weights(directory: Path, shape: ModelShape) -> Check:

@@ -73,7 +73,9 @@ class ModelConfig(Section):
 
     path: str | None = Field(
         None,
-        description="Checkpoint directory (config.json, safetensors, tokenizer) to start from.",
+        description="Model to start from: a directory with config.json, safetensors and tokenizer, "
+        "or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B, with an optional "
+        "@revision.",
     )
     scratch: ScratchModel | None = Field(
         None, description="Start from random weights of this shape instead of a checkpoint."
