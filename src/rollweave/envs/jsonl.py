@@ -10,6 +10,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from rollweave.envs.base import (
@@ -22,12 +23,14 @@ from rollweave.envs.base import (
     payload_of,
     split_of,
 )
-from rollweave.envs.registry import load
+from rollweave.envs.registry import DISTRIBUTION, REWARDS, load
+from rollweave.io.extras import without_distribution
 from rollweave.io.http.messages import read_messages
 from rollweave.io.json_lines import json_lines
 from rollweave.schema.base import copied, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import did_you_mean
 from rollweave.schema.work import Task
 
 FIELDS_SHOWN = 12
@@ -167,12 +170,12 @@ class Jsonl:
     """One turn: the agent answers the record's `prompt` (text, or a list of messages),
     and its answer is scored.
 
-    `reward` is `package.module:function`, called as `function(record, answer)` with the
-    record as a dict. The function may be async, and returns a number or a `Score`.
-    `held_out` is a file of held-out records; without it two eighths of `path` are held
-    out. Prompts that are too long for a trajectory are refused before a run, or left
-    out if `overlong` is "drop": the check before the run lists them in `left_out`, as
-    file and line.
+    `reward` is `package.module:function`, or the name under which a package announces
+    one, called as `function(record, answer)` with the record as a dict. The function
+    may be async, and returns a number or a `Score`. `held_out` is a file of held-out
+    records; without it two eighths of `path` are held out. Prompts that are too long
+    for a trajectory are refused before a run, or left out if `overlong` is "drop": the
+    check before the run lists them in `left_out`, as file and line.
     """
 
     def __init__(
@@ -272,9 +275,25 @@ def _with_system(system: str, messages: tuple[Message, ...]) -> tuple[Message, .
 
 @functools.lru_cache(16)
 def _reward(reference: str) -> Any:
-    function = load(reference, what="options.reward")
+    function = load(_named(reference), what="options.reward")
     if not callable(function):
         raise ConfigError(
             f"options.reward must be a function, {reference} is a {type(function).__name__}"
         )
     return function
+
+
+def _named(reward: str) -> str:
+    """Return the `package.module:function` that a package announces by this name."""
+    announced = {entry.name: entry.value for entry in entry_points(group=REWARDS)}
+    if ":" in reward or reward in announced:
+        return announced.get(reward, reward)
+    if not announced:
+        raise without_distribution(f"options.reward {reward!r}", DISTRIBUTION)
+    hint = did_you_mean(reward, announced)
+    if reward == "judge":
+        hint = ': set it to "none", and add [[rewards]] with [rewards.judge]'
+    raise ConfigError(
+        f"options.reward must be one of {', '.join(sorted(announced))}, or "
+        f"package.module:function, got {reward!r}{hint}"
+    )

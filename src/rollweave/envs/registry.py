@@ -26,6 +26,9 @@ from rollweave.schema.text import did_you_mean
 
 ENTRY_POINTS = ("rollweave.envs", "rollweave.envs.handlers")
 
+REWARDS = "rollweave.rewards"
+"""The entry points by which packages announce reward functions of data sets."""
+
 METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 """The methods that make a class an environment or a handler."""
 
@@ -198,7 +201,7 @@ def _is_ours(reference: str) -> bool:
     """Return whether this repository's distributions announce the reference."""
     return reference in BUILT_IN.values() or any(
         entry.value == reference and entry.dist is not None and entry.dist.name == DISTRIBUTION
-        for group in ENTRY_POINTS
+        for group in (*ENTRY_POINTS, REWARDS)
         for entry in entry_points(group=group)
     )
 
