@@ -38,6 +38,7 @@ from rollweave.runtime.preflight.environments import (
     REPEATED,
     Declared,
     Domain,
+    as_prepared,
     drops_overlong,
     examine_domain,
 )
@@ -109,6 +110,7 @@ def plan(
     and acquire resources.
     """
     rules, domains, domain_checks = _users_code(config, deep=deep)
+    config = as_prepared(config, domains)
     config, dropped, measured = without_overlong(config, domains)
     if dropped:
         rules, domains, domain_checks = _users_code(config, deep=deep)
@@ -163,6 +165,7 @@ def examine_service(
             with contextlib.chdir("."):  # the user's code may change the directory
                 domain, _ = examine_domain(config, index, deep=False)
             domains += [domain] if domain is not None else []
+    config = as_prepared(config, domains)
     config, checks, measured = without_overlong(config, domains)
     must_pass(check_prompts(config, [one for one in domains if one.name not in measured]))
     unused = [warn(UNUSED, text) for text in without_effect(config).values()]

@@ -54,6 +54,9 @@ once, before the run.
 """
 
 
+PREPARE_S = 7 * 86_400.0
+"""Maximum duration of `prepare`, in seconds: it may download much."""
+
 REPEATED = "repeated evaluation tasks"
 """Name of the checks that say which evaluations have too few tasks."""
 
@@ -85,6 +88,8 @@ class Domain(Struct, frozen=True, kw_only=True):
     """True if prompts that are too long are to be left out, instead of refused."""
     first: tuple[Message, ...] = ()
     """First messages of an episode; none if none was started."""
+    prepared: dict[str, Any] | None = None
+    """The options that `prepare` returned, if the environment has it."""
     tools: tuple[str, ...] = ()
     """Tools that are offered to the agent, as its chat template shows them."""
 
@@ -111,6 +116,9 @@ def examine_domain(
     first, tools = tuple[Message, ...](), tuple[str, ...]()
     try:
         kind = _guarded(lambda: resolve(task.env), "env must be imported")
+        prepared = _prepared(kind, task)
+        if prepared is not None:
+            task = task.model_copy(update={"options": prepared})
         source = TaskSource(_only(config, task))
         checks.append(ok(f"{where}.env", f"{task.name}: {kind.__module__}.{kind.__qualname__}"))
         images = _guarded(
@@ -156,8 +164,19 @@ def examine_domain(
         drops_overlong=drops_overlong(task),
         first=first,
         tools=tools,
+        prepared=prepared,
     )
     return domain, checks
+
+
+def as_prepared(config: RunConfig, domains: Iterable[Domain]) -> RunConfig:
+    """Return the configuration with the options that `prepare` returned."""
+    tasks = list(config.tasks)
+    for domain in domains:
+        if domain.prepared is not None:
+            index = int(domain.name.rpartition(".")[2])
+            tasks[index] = tasks[index].model_copy(update={"options": domain.prepared})
+    return config.model_copy(update={"tasks": tuple(tasks)})
 
 
 def drops_overlong(task: TaskConfig) -> bool:
@@ -197,6 +216,15 @@ def declared_by(config: RunConfig) -> Declared:
         )
 
     return _guarded(ask, "words and images must be returned")
+
+
+def _prepared(kind: type[Any], task: TaskConfig) -> dict[str, Any] | None:
+    prepare = getattr(kind, "prepare", None)
+    if prepare is None:
+        return None
+    return _guarded(
+        lambda: dict(prepare(copied(task.options))), "prepare must return options", PREPARE_S
+    )
 
 
 def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Message, ...]], ...]:
