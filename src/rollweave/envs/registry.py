@@ -48,6 +48,7 @@ DISTRIBUTION = "rollweave-envs"
 
 DISTRIBUTED = (
     "code",
+    "dataset",
     "gem",
     "gym",
     "math_tool",

@@ -17,7 +17,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import valid
 
 FORMATS = {
-    b"PAR1": "a Parquet file, which docs/DATASETS.md converts in one line",
+    b"PAR1": 'a Parquet file, which env = "dataset" reads',
     b"\x1f\x8b": "a gzip file, which must be unpacked",
     b"\x28\xb5\x2f\xfd": "a zstd file, which must be unpacked",
     b"PK\x03\x04": "a zip file, which must be unpacked",
