@@ -8,17 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from rollweave.envs.base import Split
+from rollweave.io import hub as downloads
 from rollweave.runtime.preflight.dryrun import plan
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave_envs import dataset as environment
-from rollweave_envs import dataset_download
 from rollweave_envs.dataset import Dataset
 from tests.support.hub_server import HubServer, commit_of
 
@@ -30,7 +31,7 @@ OPTIONS = {"path": "openai/gsm8k", "subset": "main", "reward": "gsm8k"}
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     use_home(tmp_path, monkeypatch)
-    monkeypatch.setattr(dataset_download, "PAUSE_S", 0.0)
+    monkeypatch.setattr(downloads, "PAUSE_S", 0.0)
     with HubServer(datasets={"openai/gsm8k": {"main": gsm8k()}}) as server:
         use_hub(server, monkeypatch)
         yield server
@@ -92,7 +93,8 @@ def test_a_broken_download_is_continued(hub: HubServer) -> None:
 def test_the_next_attempt_continues_a_partial_download(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_download, "is_network", lambda error: False)  # no other try
+    known = iter([False])  # no other try, but the cause is known afterwards
+    monkeypatch.setattr(downloads, "is_network", lambda error: next(known, True))
     hub.broken["train-0.parquet"] = 1
     with pytest.raises(ConfigError, match="the next attempt continues what was downloaded"):
         Dataset.prepare(OPTIONS)
@@ -110,7 +112,7 @@ def test_a_file_that_arrives_damaged_is_refused_and_downloaded_again(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(dataset_download, "_digest", lambda file: "another")
+        patched.setattr(downloads, "_digest", lambda file: "another")
         with pytest.raises(ConfigError, match="received with another digest"):
             Dataset.prepare(OPTIONS)
     Dataset.prepare(OPTIONS)
@@ -165,7 +167,7 @@ def test_a_token_opens_a_gated_data_set_and_is_sent_to_the_hub_alone(
     url = f"{hub.url}/datasets/openai/gsm8k/resolve/{commit}/README.md"
     for number, location in enumerate((url, url.replace("127.0.0.1", "localhost"))):
         with open(tmp_path / str(number), "ab") as unfinished:
-            dataset_download._append(location, url, unfinished)
+            downloads._append(location, url, unfinished, SimpleNamespace(update=bool))
     assert ["Authorization" in one.headers for one in hub.requests] == [True, False]
 
 
@@ -203,15 +205,15 @@ def test_a_hub_that_fails_is_one_line(hub: HubServer) -> None:
 def test_a_full_disk_is_one_line_and_the_download_goes_on(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = dataset_download._append
+    append = downloads._append
 
-    def full(location: str, url: str, unfinished: Any) -> None:
-        append(location, url, unfinished)
+    def full(location: str, url: str, unfinished: Any, progress: Any) -> None:
+        append(location, url, unfinished, progress)
         unfinished.truncate(100)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(dataset_download, "_append", full)
+        patched.setattr(downloads, "_append", full)
         with pytest.raises(ConfigError) as raised:
             Dataset.prepare(OPTIONS)
     text = str(raised.value)

@@ -22,6 +22,7 @@ from rollweave.cli.fleet import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
+from rollweave.io import hub
 from rollweave.io.child import child_of
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import ADDRESS, Access, listening
@@ -180,14 +181,15 @@ def engine(
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
     """
+    checkpoint = hub.folder(hub.fetched(spec.model, field="CHECKPOINT"))
+    # an agent changes the working directory, and engines exchange KV only if their
+    # checkpoints have the same path
+    spec = msgspec.structs.replace(spec, model=str(checkpoint.absolute()))
     _check(spec)  # report wrong input before a process starts
     codec = _codec(Path(spec.model), template)
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
     token_given = access.check()
-    # an agent changes the working directory, and engines exchange KV only if their
-    # checkpoints have the same path
-    spec = msgspec.structs.replace(spec, model=str(Path(spec.model).absolute()))
     file = access.token_file or _state_directory() / TOKEN_FILE
     token = None if access.no_token else token_given or kept_token(file)
     if token is None:

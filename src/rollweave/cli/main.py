@@ -441,11 +441,7 @@ def reproduce(
 @app.command()
 def engine(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A directory in Hugging Face format, or a model of the hub by name.",
-        ),
+        Path, typer.Argument(metavar="CHECKPOINT", help="A directory, or a model of the hub.")
     ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
@@ -490,13 +486,12 @@ def engine(
     with errors_reported():
         from rollweave.cli.engine import EngineAccess, lending_to, phase_of
         from rollweave.cli.engine import engine as work
-        from rollweave.io.hub import fetched, folder
         from rollweave.schema.base import EngineId
         from rollweave.schema.serving import EngineSpec
 
         spec = EngineSpec(
             id=EngineId("http"),
-            model=str(folder(fetched(str(checkpoint), field="CHECKPOINT"))),
+            model=str(checkpoint),
             device=device,
             dtype=dtype,
             threads=threads,

@@ -27,7 +27,7 @@ from rollweave.record.summary import (
     workers_line,
 )
 from rollweave.runtime import launch
-from rollweave.runtime.checkpoints import Checkpoints, with_model
+from rollweave.runtime.checkpoints import Checkpoints, with_former_commit, with_model
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, forced, must_pass, show
 from rollweave.runtime.preflight.environments import Declared
@@ -71,7 +71,7 @@ def resolve(
             "model must be given for training, got only [sim]; to simulate this file, use "
             f"`rollweave simulate {named}`"
         )
-    return config, resume
+    return with_former_commit(config) if resume else config, resume
 
 
 def train_quietly(
@@ -88,7 +88,7 @@ def train_quietly(
     """
     import_from_working_directory()
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
-    config = with_model(config, resume=resume)
+    config = with_model(config)
     planned = dryrun.plan(config, resume=resume, fresh=fresh, deep=False)
     must_pass(planned.checks)
     config = planned.config
@@ -156,7 +156,7 @@ def train(
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
     dryrun.check_directory(config, resume=resume, fresh=fresh)
-    config = with_model(config, resume=resume, weights=not dry_run)
+    config = with_model(config, weights=not dry_run)
     planned = dryrun.plan(
         config,
         resume=resume,

@@ -1,41 +1,81 @@
-"""Models of the Hugging Face hub by name: `organization/name`, with an optional
-`@revision`.
+"""The Hugging Face hub: its models by name (`organization/name`, with an optional
+`@revision`), downloads that are continued, and what is wrong when one fails.
 
 A run fetches its model once, and from then on names it with the commit of that
 download, so that a resumed run, and all processes of a run, read the same files from
-the hub's cache without the network. The library `huggingface_hub` downloads, continues
-partial downloads, and reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
+the hub's cache without the network. The library `huggingface_hub` asks the hub, and
+reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Its own download starts a file
+anew in each process; ours puts a file, once it is complete, where the library looks for
+it. Files whose place or size the hub does not tell are left to the library.
+
+Invariants: a file gets its name in the cache only when it is complete; two processes
+never write to the same unfinished file.
 """
 
+import contextlib
+import errno
+import fcntl
+import hashlib
 import os
 import re
+import shutil
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
 
-from rollweave.schema.errors import FieldError
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import human_bytes
 
-NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+Kind = Literal["model", "dataset"]
+
+NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 """Form of the names of models on the hub, which relative paths may have too."""
 
-PINNED = re.compile(r"([A-Za-z0-9][\w.-]*)/([\w.-]+)@([0-9a-f]{40})")
+PINNED = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)@([0-9a-f]{40})", re.ASCII)
 
 WEIGHTS = "*.safetensors"
 
 NEEDED = ("*.json", "*.jinja", "*.txt", "*.model")
-"""What a model has beside its weights: sizes, tokenizer, chat template."""
+"""Files that a model has beside its weights: sizes, tokenizer, chat template."""
 
-NOT_NEEDED = ("*/*", "consolidated*", "params.json", "*.safetensors.index.fp32.json")
-"""What repositories hold further: folders with other formats, and Mistral's own form
-of the weights.
+NOT_NEEDED = ("*/*", "consolidated*", "params.json")
+"""Files that are not downloaded: folders with other formats, and Mistral's own form of
+the weights.
 """
+
+DOWNLOADS = 4
+"""Number of files that are downloaded at one time."""
+
+TRIES = 5
+"""Maximum number of attempts in a row that bring nothing."""
+
+PAUSE_S = 0.5
+"""Seconds before the second attempt; each further pause is twice as long."""
+
+NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "socket", "ssl")
+"""Modules whose exceptions say that a server cannot be reached."""
+
+SUFFIX = ".rollweave"
+"""End of the name of an unfinished file."""
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""Form of an ETag that is the SHA-256 of the file."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+WHAT = {"model": "a model", "dataset": "a data set"}
 
 
 def is_hub_name(path: str) -> bool:
     """Return whether `path` names a model of the hub: no file has this name, and no
     folder its first part.
     """
-    match = NAME.fullmatch(path)
-    return match is not None and not os.path.exists(path) and not Path(path).parent.exists()
+    is_name = NAME.fullmatch(path) is not None
+    return is_name and not os.path.exists(path) and not Path(path).parent.exists()
 
 
 def folder(path: str) -> Path:
@@ -45,63 +85,241 @@ def folder(path: str) -> Path:
     match = PINNED.fullmatch(path)
     if match is None or os.path.exists(path):
         return Path(path)
-    # not needed by most runs
-    from huggingface_hub import constants
-
-    organization, name, commit = match.groups()
-    return Path(
-        constants.HF_HUB_CACHE, f"models--{organization}--{name}", "snapshots", commit
-    ).absolute()
+    return _repository("model", match[1]) / "snapshots" / match[2]
 
 
 def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> str:
     """Fetch a model of the hub, of which the cache may have parts, and return its name
     with the commit; any other path as it is. `weights=False` leaves out the weights.
 
-    Raises FieldError for `field`.
+    Raises ConfigError.
     """
     match = NAME.fullmatch(path)
     if match is None or not is_hub_name(path):
         return path
-    from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    repository, revision = match["repository"], match["revision"]
+    hub = _hub()
     if not sys.stderr.isatty():
         disable_progress_bars()
+    patterns = {
+        "allow_patterns": [*NEEDED, *([WEIGHTS] if weights else [])],
+        "ignore_patterns": list(NOT_NEEDED),
+    }
+    name, revision = match["name"], match["revision"]
     try:
-        snapshot = snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=[*NEEDED, *([WEIGHTS] if weights else [])],
-            ignore_patterns=list(NOT_NEEDED),
+        # without the network, the library answers from the cache, or says what is wrong
+        with contextlib.suppress(hub.errors.DryRunError):
+            listed = hub.snapshot_download(name, revision=revision, dry_run=True, **patterns)
+            missing = [file for file in listed if file.will_download]
+            with ThreadPoolExecutor(DOWNLOADS) as pool:
+                for done in [
+                    pool.submit(download, "model", name, file.commit_hash, file.filename)
+                    for file in missing
+                ]:
+                    done.result()
+        snapshot = hub.snapshot_download(name, revision=revision, **patterns)
+    except Exception as error:
+        said = problem(
+            error, field=field, got=path, kind="model", name=name, revision=revision or "main"
         )
-    except errors.GatedRepoError:
-        reason = "is gated: accept its terms there, and set HF_TOKEN to a token of that user"
-    except errors.RevisionNotFoundError:
-        reason = f"has no revision {revision}"
-    except errors.RepositoryNotFoundError:
-        reason = "does not exist, or HF_TOKEN may not read it"
-    except (OSError, ValueError) as error:
-        reason = f"cannot be fetched: {_reason(error)}"
-    else:
-        return f"{repository}@{Path(snapshot).name}"
-    raise FieldError(
-        field,
-        "be a folder or a model of the hub",
-        f"{path!r}: there is no such folder, and {repository} of {constants.ENDPOINT} {reason}",
+        raise ConfigError(f"{said} (nor is there a folder of this name)") from error
+    return f"{name}@{Path(snapshot).name}"
+
+
+def problem(
+    error: Exception, *, field: str, got: str, kind: Kind, name: str, revision: str
+) -> str | None:
+    """Say in one line why a repository cannot be had; None for a problem of the disk's
+    or the hub's that this function does not know. Without a `name`, only the disk is
+    to blame.
+    """
+    chain = list(causes(error))
+    kinds = {type_.__name__ for each in chain for type_ in type(each).__mro__}
+    refused = next((str(each) for each in chain if "DatasetNotFound" in type(each).__name__), "")
+    site, what, shown = endpoint(), WHAT[kind], f"got {got!r}"
+    page = f"{site}/datasets/{name}" if kind == "dataset" else f"{site}/{name}"
+    if name and ("GatedRepoError" in kinds or "gated" in refused):
+        return (
+            f"{field} must be {what} that your token may read, {shown}, which is gated: ask for "
+            f"access at {page}, and set HF_TOKEN"
+        )
+    if name and ("RevisionNotFoundError" in kinds or refused.startswith("Revision")):
+        return (
+            f"{field} must name a revision that exists, {shown}: {page} has no revision "
+            f"{revision!r}"
+        )
+    if name and ("RepositoryNotFoundError" in kinds or refused):
+        return (
+            f"{field} must be {what} of {site}, {shown}: it has none of this name, or none that "
+            "your token (HF_TOKEN) may read"
+        )
+    if any(isinstance(each, OSError) and _is_full(each) for each in chain):
+        return (
+            f"{field} must fit on the disk of HF_HOME ({cache_home()}, {_free()} free), {shown}: "
+            "no space is left; the next attempt continues what was downloaded"
+        )
+    if name and ("OfflineModeIsEnabled" in kinds or is_offline()):
+        return (
+            f"{field} must be in the cache in offline mode (HF_HUB_OFFLINE), {shown}, which is not"
+        )
+    if name and (reason := _unreachable(chain)):
+        return (
+            f"{field} must be downloaded from {site}, which cannot be reached, {shown} ({reason}); "
+            "the next attempt continues what was downloaded"
+        )
+    return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error and those that led to it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in FULL or "Not enough disk space" in str(error)
+
+
+def _unreachable(chain: list[BaseException]) -> str:
+    """Return the reason why a server cannot be reached; "" for another problem."""
+    for each in chain:
+        status = getattr(getattr(each, "response", None), "status_code", 0)
+        if status >= 500 or status == 429:
+            return f"it answered with status {status}"
+        if is_network(each):
+            return f"{type(each).__name__}: {str(each)[:120]}"
+    return ""
+
+
+def cache_home() -> Path:
+    """Return the folder of the hub's libraries, as they determine it."""
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(caches, "huggingface"))
+    return Path(os.path.expandvars(os.path.expanduser(home)))
+
+
+def _free() -> str:
+    with contextlib.suppress(OSError):
+        return human_bytes(shutil.disk_usage(cache_home()).free)
+    return "unknown"
+
+
+def endpoint() -> str:
+    """Return the address of the hub."""
+    return str(_hub().constants.ENDPOINT).rstrip("/")
+
+
+def is_offline() -> bool:
+    """Return whether the user has forbidden to ask the hub."""
+    return bool(_hub().constants.HF_HUB_OFFLINE)
+
+
+def _hub() -> Any:
+    """Return the hub's library, which is imported for the first time here: most runs
+    need none of it.
+    """
+    import huggingface_hub
+    import huggingface_hub.constants
+    import huggingface_hub.errors
+    import huggingface_hub.utils
+
+    return huggingface_hub
+
+
+def is_network(error: BaseException) -> bool:
+    """Return whether the error says that a server cannot be reached, or was lost."""
+    module = type(error).__module__.partition(".")[0]
+    return module in NETWORK or isinstance(error, ConnectionError | TimeoutError)
+
+
+def _repository(kind: Kind, name: str) -> Path:
+    """Return a repository's folder in the hub's cache."""
+    from huggingface_hub import constants  # the rest of the library is larger
+
+    parts = [f"{kind}s", *name.split("/")]
+    return Path(constants.HF_HUB_CACHE, constants.REPO_ID_SEPARATOR.join(parts)).absolute()
+
+
+def download(kind: Kind, name: str, commit: str, file: str) -> None:
+    """Download a file of a repository into the hub's cache, and go on where an earlier
+    attempt stopped.
+
+    Passes the errors of the library and of the operating system through.
+    """
+    hub = _hub()
+    kept = hub.try_to_load_from_cache(name, file, revision=commit, repo_type=kind)
+    if isinstance(kept, str):
+        return
+    url = hub.hf_hub_url(
+        name, file, revision=commit, repo_type=kind, endpoint=hub.constants.ENDPOINT
     )
+    about = hub.get_hf_file_metadata(url)
+    if not about.etag or not about.size or not re.fullmatch(r"[\w.-]+", about.etag):
+        return
+    blob = _repository(kind, name) / "blobs" / about.etag
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    if blob.exists():
+        return
+    with open(blob.with_name(blob.name + SUFFIX), "ab") as unfinished:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(unfinished, fcntl.LOCK_EX)
+        if blob.exists():
+            return
+        _complete(about.location, url, unfinished, about.size, shown=file)
+        unfinished.flush()
+        os.fsync(unfinished.fileno())
+        if DIGEST.fullmatch(about.etag) and _digest(unfinished.name) != about.etag:
+            unfinished.truncate(0)
+            raise ConnectionError(f"{file} was received with another digest than the hub tells")
+        Path(unfinished.name).rename(blob)
 
 
-def _reason(error: OSError | ValueError) -> str:
-    """Return why a download failed, in one line."""
-    from huggingface_hub import constants, errors
+def _complete(location: str, url: str, unfinished: Any, size: int, *, shown: str) -> None:
+    """Append what an unfinished file lacks, and go on if a connection breaks."""
+    fruitless = 0
+    begun = unfinished.seek(0, os.SEEK_END)
+    with _hub().utils.tqdm(
+        total=size, initial=begun, unit="B", unit_scale=True, desc=shown, leave=False
+    ) as progress:
+        while (begun := unfinished.seek(0, os.SEEK_END)) != size:
+            if begun > size:
+                unfinished.truncate(0)
+            try:
+                _append(location, url, unfinished, progress)
+            except Exception as error:
+                unfinished.flush()
+                fruitless = 0 if unfinished.seek(0, os.SEEK_END) > begun else fruitless + 1
+                if fruitless == TRIES or not is_network(error):
+                    raise
+                time.sleep(PAUSE_S * 2**fruitless)
 
-    cause = error.__cause__
-    if constants.HF_HUB_OFFLINE or isinstance(cause, errors.OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have all of it"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename or constants.HF_HUB_CACHE})"
-    if isinstance(error, errors.LocalEntryNotFoundError) and cause is not None:
-        error = OSError(str(cause) or type(cause).__name__)
-    return str(error).split("\n")[0].strip()
+
+def _append(location: str, url: str, unfinished: Any, progress: Any) -> None:
+    """Append what the server sends. The token is sent to the hub alone, and not to the
+    storage to which it refers.
+    """
+    hub = _hub()
+    begun = unfinished.seek(0, os.SEEK_END)
+    is_hub = urlparse(location).netloc == urlparse(url).netloc
+    headers = hub.utils.build_hf_headers() if is_hub else {}
+    headers |= {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begun}-"} if begun else {})
+    timeout_s = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with hub.get_session().stream("GET", location, headers=headers, timeout=timeout_s) as response:
+        hub.utils.hf_raise_for_status(response)
+        if begun and response.status_code != 206:
+            unfinished.truncate(0)
+        received = False
+        for chunk in response.iter_bytes():
+            received = True
+            progress.update(unfinished.write(chunk))
+    if not received:
+        raise ConnectionError("the server sent nothing")
+
+
+def _digest(file: str) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

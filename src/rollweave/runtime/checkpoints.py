@@ -19,7 +19,6 @@ from rollweave.io.disk import REPLACED_SUFFIX, replace_directory
 from rollweave.io.hub import fetched, folder, is_hub_name
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import SIMULATED_MODEL
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape, gguf_of
@@ -166,20 +165,30 @@ class Checkpoints:
         fresh.replace(link)
 
 
-def with_model(config: RunConfig, *, resume: bool = False, weights: bool = True) -> RunConfig:
+def with_model(config: RunConfig, *, weights: bool = True) -> RunConfig:
     """Fetch a model of the hub, and return the configuration with the commit of the
-    download in the model's name. A run that resumes keeps its commit, unless
-    `model.path` names a revision.
+    download in the model's name. Without `weights`, fetch only what the checks read.
 
-    Without `weights`, fetch only what the checks read. Raises ConfigError.
+    Raises ConfigError.
+    """
+    path = config.model.path
+    return config if path is None else _with_path(config, fetched(path, weights=weights))
+
+
+def with_former_commit(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run that resumes, with the commit of its model of
+    the hub, unless `model.path` names a revision. Raises ConfigError.
     """
     path, run = config.model.path, RunDir(Path(config.run.dir) / config.run.name)
-    if path is None or path == SIMULATED_MODEL or not is_hub_name(path):
+    if path is None or "@" in path or not is_hub_name(path) or not run.config.exists():
         return config
-    if resume and "@" not in path and run.config.exists():
-        former = run.configuration().model.path
-        path = former if former is not None and former.startswith(f"{path}@") else path
-    model = config.model.model_copy(update={"path": fetched(path, weights=weights)})
+    former = run.configuration().model.path
+    has_commit = former is not None and former.startswith(f"{path}@")
+    return _with_path(config, former) if has_commit else config
+
+
+def _with_path(config: RunConfig, path: str | None) -> RunConfig:
+    model = config.model.model_copy(update={"path": path})
     return config.model_copy(update={"model": model})
 
 

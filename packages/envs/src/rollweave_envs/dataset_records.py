@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollweave.io import hub
 from rollweave.io.locked_folders import remove_leftovers, unfinished_folder
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 from rollweave_envs.dataset_source import (
     Place,
     Rows,
-    cache_home,
     explained,
     fingerprint,
     looks_like_files,
@@ -72,7 +72,7 @@ class Selection(Struct, frozen=True, kw_only=True):
 
 def folder_of_records() -> Path:
     """Return the folder of all records of this user."""
-    return cache_home() / "rollweave" / "datasets"
+    return hub.cache_home() / "rollweave" / "datasets"
 
 
 class Records(Struct, frozen=True, kw_only=True):

@@ -9,24 +9,22 @@ the rule and the value.
 import contextlib
 import csv
 import difflib
-import errno
 import functools
 import glob
 import hashlib
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from rollweave.io import hub
 from rollweave.io.extras import MissingExtraError
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.text import human_bytes, visible
-from rollweave_envs.dataset_download import download, endpoint, is_network, is_offline
+from rollweave.schema.text import visible
 
 if TYPE_CHECKING:
     import datasets
@@ -37,7 +35,8 @@ KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@\s]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FILE = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
+"""The form in which the library lists the files of a data set."""
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -94,7 +93,7 @@ def pinned(place: Place, option: str) -> Place:
     if place.is_pinned:
         return place
     with explained(place, option):
-        commit = _remembered(place) if is_offline() else _commit(place)
+        commit = _remembered(place) if hub.is_offline() else _commit(place)
     return Place(path=place.path, name=place.name, revision=commit)
 
 
@@ -121,7 +120,7 @@ class Rows:
         with explained(place, option, subset):
             self._builder = _builder(place, subset)
             if place.name:
-                download(self._builder)
+                _download(self._builder)
             self._builder.download_and_prepare()
         splits = self._builder.info.splits or {}
         self.splits: dict[str, int] = {name: one.num_examples for name, one in splits.items()}
@@ -189,37 +188,14 @@ def _quiet() -> Iterator[None]:
 
 def _problem(error: Exception, place: Place, option: str, subset: str) -> str:
     """Say in one line what is wrong."""
-    chain = list(_chain(error))
+    field, got = f"options.{option}", f"got {place.path!r}"
+    said = hub.problem(
+        error, field=field, got=place.path, kind="dataset", name=place.name, revision=place.revision
+    )
+    if said is not None:
+        return said
+    chain = list(hub.causes(error))
     kinds = {kind.__name__ for each in chain for kind in type(each).__mro__}
-    field, got, site = f"options.{option}", f"got {place.path!r}", endpoint()
-    refused = next((str(each) for each in chain if "DatasetNotFound" in type(each).__name__), "")
-    if place.name and ("GatedRepoError" in kinds or "gated" in refused):
-        return (
-            f"{field} must be a data set that your token may read, {got}, which is gated: ask for "
-            f"access at {site}/datasets/{place.name}, and set HF_TOKEN"
-        )
-    if place.name and ("RevisionNotFoundError" in kinds or refused.startswith("Revision")):
-        return (
-            f"{field} must name a revision that exists, {got}: {site}/datasets/{place.name} has "
-            f"no revision {place.revision!r}"
-        )
-    if place.name and ("RepositoryNotFoundError" in kinds or refused):
-        return (
-            f"{field} must be a data set of {site}, {got}: it has none of this name, or none that "
-            "your token (HF_TOKEN) may read"
-        )
-    if any(isinstance(each, OSError) and _is_full(each) for each in chain):
-        return (
-            f"{field} must fit on the disk of HF_HOME ({cache_home()}, {_free()} free), {got}: "
-            "no space is left; the next attempt continues what was downloaded"
-        )
-    if place.name and "OfflineModeIsEnabled" in kinds:
-        return f"{field} must be in the cache in offline mode (HF_HUB_OFFLINE), {got}, which is not"
-    if place.name and (reason := _unreachable(chain)):
-        return (
-            f"{field} must be downloaded from {site}, which cannot be reached, {got} ({reason}); "
-            "the next attempt continues what was downloaded"
-        )
     if kinds & {"EmptyDatasetError", "DataFilesNotFoundError"}:
         return f"{field} must have data files ({', '.join(KINDS)}), {got}, which has none"
     if names := _subsets(chain):
@@ -232,30 +208,6 @@ def _problem(error: Exception, place: Place, option: str, subset: str) -> str:
     return f"{field} must be readable, {got}: {type(last).__name__}: {str(last)[:300]}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and those that led to it."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in FULL or "Not enough disk space" in str(error)
-
-
-def _unreachable(chain: list[BaseException]) -> str:
-    """Return the reason why a server cannot be reached; "" for another problem."""
-    for each in chain:
-        status = getattr(getattr(each, "response", None), "status_code", 0)
-        if status >= 500 or status == 429:
-            return f"it answered with status {status}"
-        if is_network(each):
-            return f"{type(each).__name__}: {str(each)[:120]}"
-    return ""
-
-
 def _subsets(chain: list[BaseException]) -> list[str]:
     """Return the names of the subsets if the library asks for one of them."""
     for each in chain:
@@ -264,6 +216,19 @@ def _subsets(chain: list[BaseException]) -> list[str]:
         if isinstance(each, ValueError) and found is not None:
             return re.findall(r"'([^']*)'", found[1])
     return []
+
+
+def _download(builder: Any) -> None:
+    """Download the data files of a builder that are not in the cache.
+
+    Passes the errors of the library and of the operating system through.
+    """
+    if hub.is_offline():
+        return
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            if found := FILE.fullmatch(str(file)):
+                hub.download("dataset", found["name"], found["commit"], found["file"])
 
 
 def _builder(place: Place, subset: str) -> Any:
@@ -335,20 +300,7 @@ def _remembered(place: Place) -> str:
 
 def _memory(place: Place) -> Path:
     name = re.sub(r"[^\w.-]", "--", f"{place.name}@{place.revision}")
-    return cache_home() / "rollweave" / "revisions" / name
-
-
-def cache_home() -> Path:
-    """Return the folder of the hub's libraries, as they determine it."""
-    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", os.path.join(caches, "huggingface"))
-    return Path(os.path.expandvars(os.path.expanduser(home)))
-
-
-def _free() -> str:
-    with contextlib.suppress(OSError):
-        return human_bytes(shutil.disk_usage(cache_home()).free)
-    return "unknown"
+    return hub.cache_home() / "rollweave" / "revisions" / name
 
 
 def _files(path: str, files: list[str], option: str, *, is_folder: bool = False) -> Place:
