@@ -1,0 +1,84 @@
+"""A loop in a thread runs coroutines for other threads, and leaves neither a task nor a
+thread behind.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollweave.io.loop_thread import LoopContext, LoopThread, run_apart
+
+
+async def name_of_thread() -> str:
+    return threading.current_thread().name
+
+
+async def fail() -> None:
+    raise KeyError("wrong")
+
+
+async def stay(ended: threading.Event) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)  # the loop runs until the end of its tasks
+        ended.set()
+
+
+async def test_a_coroutine_runs_apart_although_a_loop_runs_here() -> None:
+    assert run_apart(name_of_thread()) != threading.current_thread().name
+    with pytest.raises(KeyError, match="wrong"):
+        run_apart(fail())
+
+
+def test_results_and_exceptions_come_back_and_the_end_cancels_tasks() -> None:
+    late, left = threading.Event(), threading.Event()
+
+    async def leave_a_task() -> "asyncio.Task[None]":
+        task = asyncio.create_task(stay(left))
+        await asyncio.sleep(0)
+        return task
+
+    loop = LoopThread("the loop")
+    loop.start()
+    assert loop.call(name_of_thread()) == "the loop"
+    with pytest.raises(KeyError, match="wrong"):
+        loop.call(fail(), within_s=30.0)
+    with pytest.raises(TimeoutError, match=r"^not done within 0\.01 s$"):
+        loop.call(stay(late), within_s=0.01)
+    assert late.wait(30)
+    task = loop.call(leave_a_task())
+    loop.stop()
+    assert left.is_set()
+    assert task.cancelled()
+    assert loop._loop.is_closed()
+    assert not loop._thread.is_alive()
+
+
+class Opened(LoopContext):
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__("a context")
+        self.steps, self.fails = list[str](), fails
+
+    @contextlib.asynccontextmanager
+    async def _resource(self) -> AsyncIterator[None]:
+        self.steps.append("opened in " + await name_of_thread())
+        yield
+        self.steps.append("closed in " + await name_of_thread())
+
+    async def _open(self) -> None:
+        await self._stack.enter_async_context(self._resource())
+        if self.fails:
+            await fail()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_context_leaves_what_it_entered_also_if_it_cannot_be_opened(fails: bool) -> None:
+    context = Opened(fails=fails)
+    with pytest.raises(KeyError, match="wrong") if fails else contextlib.nullcontext(), context:
+        assert context.steps == ["opened in a context"]
+    assert context.steps == ["opened in a context", "closed in a context"]
+    assert not context._loop._thread.is_alive()
