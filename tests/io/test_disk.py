@@ -137,7 +137,9 @@ def test_a_file_grows_by_whole_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     path, synced = tmp_path / "log", list[Path]()
     monkeypatch.setattr(disk, "sync", synced.append)
     file = disk.AppendFile(path, keep=0, header=b"head")
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at, pwrite=os.pwrite: pwrite(fd, data[:3], at))
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at, pwrite=os.pwrite: pwrite(fd, data[:3], at)
+    )
     assert [file.append(piece) for piece in (b"12345678", b"", b"9")] == [4, 12, 12]
     assert (file.path, file.size, path.read_bytes()) == (path, 13, b"head123456789")
     for _ in range(2):  # the name of a new file is synced once

@@ -166,7 +166,7 @@ async def test_bytes_are_received_exactly() -> None:
         await asyncio.sleep(0)
         theirs.send(b"0")
         theirs.close()
-        with pytest.raises(ConnectionResetError, match="^the connection ended 1 bytes early$"):
+        with pytest.raises(ConnectionResetError, match=r"^the connection ended 1 bytes early$"):
             await waiting
 
 

@@ -64,7 +64,7 @@ SECTIONS = ("model", "normalizer", "pre_tokenizer", "decoder", "added_tokens")
 
 
 def sections(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what determines the tokens of a text; a sequence of one part is the part."""
+    """Return what determines the tokens of a text, a sequence of one as its part."""
     whole = json.loads(tokenizer.to_str())
     parts = (whole["pre_tokenizer"] or {}).get("pretokenizers", ())
     return {name: whole[name] for name in SECTIONS} | (
@@ -85,7 +85,12 @@ def sections(tokenizer: Tokenizer) -> dict[str, Any]:
         {"unk_token": {"__type": "AddedToken", "content": "<u>"}},
         {"extra_special_tokens": ["<e>", "<m>"], "additional_special_tokens": ["<f>"]},
         {"additional_special_tokens": ["<e>", "<s>"]},
-        {"added_tokens_decoder": {"10": {"content": "<t>", "special": True}, "9": {"content": "r"}}},
+        {
+            "added_tokens_decoder": {
+                "10": {"content": "<t>", "special": True},
+                "9": {"content": "r"},
+            }
+        },
     ],
     ids=str,
 )

@@ -95,8 +95,8 @@ class Inner(msgspec.Struct, forbid_unknown_fields=True):
 
 class Outer(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    inner: list[Inner] = []  # noqa: RUF012 (the type of a field)
-    named: dict[str, Inner] = {}  # noqa: RUF012
+    inner: list[Inner] = []
+    named: dict[str, Inner] = {}
     ratio: float = 0.0
 
 
@@ -126,7 +126,11 @@ HUGE = "9" * 400
             "named[...].count",
             "named[...].count must be int, got float",
         ),
-        ('{"name": "a", "inner": [{"count": -1}]}', "inner.0", "count must be at least 0, got less"),
+        (
+            '{"name": "a", "inner": [{"count": -1}]}',
+            "inner.0",
+            "count must be at least 0, got less",
+        ),
         (f'{{"name": "{"b" * 99}", "ratio": "{"c" * 99}"}}', "ratio", None),
         (f'{{"name": "a", "ratio": {HUGE}}}', "ratio", "ratio must be at most 1.8e308"),
         (

@@ -133,12 +133,12 @@ def test_a_message_is_read(message: dict[str, Any], expected: Message) -> None:
     ],
 )
 def test_what_no_prompt_shows_is_refused(message: object, problem: str) -> None:
-    with pytest.raises(ValueError, match="^m") as caught:
+    with pytest.raises(ValueError, match=r"^m") as caught:
         read_messages([ASKED, message], "m")
     assert str(caught.value).startswith(problem)
 
 
 def test_messages_are_a_list() -> None:
     assert read_messages([], "m") == ()
-    with pytest.raises(ValueError, match="^m: Input should be a valid list, got {'role'"):
+    with pytest.raises(ValueError, match=r"^m: Input should be a valid list, got {'role'"):
         read_messages(ASKED, "m")
