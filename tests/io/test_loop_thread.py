@@ -3,13 +3,11 @@ thread behind.
 """
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator
 
 import pytest
 
-from rollweave.io.loop_thread import LoopContext, LoopThread, run_apart
+from rollweave.io.loop_thread import LoopThread, run_apart
 
 
 async def name_of_thread() -> str:
@@ -55,30 +53,4 @@ def test_results_and_exceptions_come_back_and_the_end_cancels_tasks() -> None:
     assert left.is_set()
     assert task.cancelled()
     assert loop._loop.is_closed()
-    assert not loop._thread.is_alive()
-
-
-class Opened(LoopContext):
-    def __init__(self, *, fails: bool) -> None:
-        super().__init__("a context")
-        self.steps, self.fails = list[str](), fails
-
-    @contextlib.asynccontextmanager
-    async def _resource(self) -> AsyncIterator[None]:
-        self.steps.append("opened in " + await name_of_thread())
-        yield
-        self.steps.append("closed in " + await name_of_thread())
-
-    async def _open(self) -> None:
-        await self._stack.enter_async_context(self._resource())
-        if self.fails:
-            await fail()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_context_leaves_what_it_entered_also_if_it_cannot_be_opened(fails: bool) -> None:
-    context = Opened(fails=fails)
-    with pytest.raises(KeyError, match="wrong") if fails else contextlib.nullcontext(), context:
-        assert context.steps == ["opened in a context"]
-    assert context.steps == ["opened in a context", "closed in a context"]
-    assert not context._loop._thread.is_alive()
+    assert (loop._thread.is_alive(), loop._thread.daemon) == (False, True)

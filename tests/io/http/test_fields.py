@@ -2,6 +2,8 @@
 field, rule and value.
 """
 
+import contextlib
+
 import msgspec
 import pytest
 
@@ -16,72 +18,44 @@ from rollweave.io.http.fields import (
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "name", "rule"),
     [
-        {},
-        {"unknown": None},
-        {name: object() for name in WITHOUT_EFFECT},
-        {"n": 1, "best_of": 1.0, "echo": False, "suffix": "", "logit_bias": {}},
-        {"function_call": "auto", "prompt_logprobs": None},
-    ],
-)
-def test_values_without_effect_pass(fields: dict[str, object]) -> None:
-    assert refused_field(fields) is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "refused"),
-    [
-        ({"n": 1, "colour": 0, "best_of": 2}, ("colour", UNKNOWN_FIELD)),
-        ({"best_of": 2}, ("best_of", "must be 1 or null: it is not supported")),
-        ({"n": True}, ("n", "must be 1 or null: it is not supported")),
-        ({"echo": 0}, ("echo", "must be false or null: it is not supported")),
-        ({"prompt_logprobs": 0}, ("prompt_logprobs", "must be null: it is not supported")),
-        (
-            {"function_call": "own"},
-            ("function_call", 'must be "none" or "auto" or null: it is not supported'),
-        ),
+        ({"n": 1, "colour": 0, "best_of": 2}, "colour", UNKNOWN_FIELD),
+        ({"user": 3, "unknown": None, "best_of": 2}, "best_of", "must be 1 or null"),
+        ({"n": True}, "n", "must be 1 or null"),
+        ({"echo": 0}, "echo", "must be false or null"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "must be null"),
+        ({"function_call": "own"}, "function_call", 'must be "none" or "auto" or null'),
     ],
 )
 def test_the_first_value_with_an_effect_is_refused(
-    fields: dict[str, object], refused: tuple[str, str]
+    fields: dict[str, object], name: str, rule: str
 ) -> None:
-    assert refused_field(fields) == refused
+    rule = rule if rule == UNKNOWN_FIELD else f"{rule}: it is not supported"
+    assert refused_field(fields) == (name, rule)
 
 
-def test_the_tables_may_be_those_of_another_server() -> None:
+def test_values_without_effect_pass() -> None:
+    for fields in (
+        {"unknown": None, **{name: object() for name in WITHOUT_EFFECT}},
+        {"n": 1, "best_of": 1.0, "echo": False, "logit_bias": {}, "function_call": "auto"},
+    ):
+        assert refused_field(fields) is None
     assert refused_field({"a": 1, "b": 2}, neutral={"a": (1,)}, without_effect="b") is None
     assert refused_field({"n": 1}, neutral={}, without_effect=()) == ("n", UNKNOWN_FIELD)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.b", "a.b"),
-        ("x" * 100, "x" * 100),
-        ("x" * 101, "'" + "x" * 99),
-        ("", "''"),
-        ("a\nb", r"'a\nb'"),
-    ],
-)
-def test_a_name_is_shown_in_one_line(name: str, text: str) -> None:
-    assert shown(name) == text
+def test_a_name_is_shown_in_one_line() -> None:
+    names = ["a.b", "x" * 100, "x" * 101, "", "a\nb"]
+    assert [*map(shown, names)] == ["a.b", "x" * 100, "'" + "x" * 99, "''", r"'a\nb'"]
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (499, "invalid_request_error"),
-        (500, "server_error"),
-    ],
-)
-def test_an_error_has_the_form_of_openai(status: int, kind: str) -> None:
-    error = {"message": "no", "type": kind, "param": None, "code": None}
-    assert openai_error(status, "no") == {"error": error}
-    full = error | {"param": "n", "code": "c"}
-    assert openai_error(status, "no", param="n", code="c") == {"error": full}
+def test_an_error_has_the_form_of_openai() -> None:
+    for status, kind in ((499, "invalid_request_error"), (429, "rate_limit_error")):
+        error = {"message": "no", "type": kind, "param": None, "code": None}
+        assert openai_error(status, "no") == {"error": error}
+    error = {"message": "no", "type": "server_error", "param": "n", "code": "c"}
+    assert openai_error(500, "no", param="n", code="c") == {"error": error}
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -90,7 +64,7 @@ class Inner(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.count < 0:
-            raise ValueError("count must be at least 0, got less")
+            raise ValueError("count must be at least 0")
 
 
 class Outer(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,28 +85,16 @@ HUGE = "9" * 400
         ("{}", "name", "name must be given, got none"),
         ('{"name": 1}', "name", "name must be str, got 1"),
         ('{"name": "a", "x": [1]}', "x", f"x {UNKNOWN_FIELD}, got [1]"),
-        (
-            '{"name": "a", "inner": [{}, {"count": "b"}]}',
-            "inner.1.count",
-            "inner.1.count must be int, got 'b'",
-        ),
-        (
-            '{"name": "a", "inner": [{}, {"y": {}}]}',
-            "inner.1.y",
-            f"inner.1.y {UNKNOWN_FIELD}, got {{}}",
-        ),
+        ('{"name": "a", "inner": [{}, {"count": "b"}]}', "inner.1.count", "~ must be int, got 'b'"),
+        ('{"name": "a", "inner": [{}, {"y": 1}]}', "inner.1.y", f"~ {UNKNOWN_FIELD}, got 1"),
         (
             '{"name": "a", "named": {"k": {"count": 1.5}}}',
             "named[...].count",
-            "named[...].count must be int, got float",
+            "~ must be int, got float",
         ),
-        (
-            '{"name": "a", "inner": [{"count": -1}]}',
-            "inner.0",
-            "count must be at least 0, got less",
-        ),
-        (f'{{"name": "{"b" * 99}", "ratio": "{"c" * 99}"}}', "ratio", None),
-        (f'{{"name": "a", "ratio": {HUGE}}}', "ratio", "ratio must be at most 1.8e308"),
+        ('{"name": "a", "inner": [{"count": -1}]}', "inner.0", "count must be at least 0"),
+        (f'{{"name": "a", "ratio": "{"c" * 99}"}}', "ratio", f"~ must be float, got '{'c' * 79}"),
+        (f'{{"name": "a", "ratio": {HUGE}}}', "ratio", "~ must be at most 1.8e308"),
         (
             f'{{"name": "a", "named": {{"k": {{"ratio": {HUGE}}}}}}}',
             None,
@@ -140,14 +102,10 @@ HUGE = "9" * 400
         ),
     ],
 )
-def test_a_wrong_body_is_named_in_one_line(
-    text: str, field: str | None, message: str | None
-) -> None:
-    try:
+def test_a_wrong_body_is_named_in_one_line(text: str, field: str | None, message: str) -> None:
+    value = None
+    with contextlib.suppress(msgspec.DecodeError):
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        value = None
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(text, type=Outer)
-    message = message or f"ratio must be float, got '{'c' * 79}"
-    assert struct_error(caught.value, value) == (field, message)
+    assert struct_error(caught.value, value) == (field, message.replace("~", field or ""))

@@ -4,6 +4,8 @@ other clients.
 
 import asyncio
 import contextlib
+import re
+import resource
 import socket
 from collections.abc import AsyncIterator
 
@@ -14,6 +16,7 @@ from aiohttp import web
 from rollweave.io.http import listening as module
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
+from rollweave.schema.errors import ConfigError
 
 
 class Gate:
@@ -75,6 +78,48 @@ async def ended(one: socket.socket) -> bool:
     except ConnectionResetError:
         pass
     return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_an_address_is_checked_before_a_server_and_named_by_its_settings(host: str) -> None:
+    rule = "H and P must be a free address of this machine, got"
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else 2) as taken:
+        port = taken.getsockname()[1]
+        busy = re.escape(f"{rule} {host}:{port}: address already in use")
+        with pytest.raises(ConfigError, match=f"^{busy}$"):
+            module.check_address(host, port, names="H and P")
+        for names, error in (("H and P", ConfigError), (None, OSError)):
+            with pytest.raises(error, match=r"(?i)address already in use"):
+                async with listening(
+                    web.Application(),
+                    host,
+                    port,
+                    guard=Guard(token=None),
+                    shutdown_s=0,
+                    names=names,
+                ):
+                    raise AssertionError
+    module.check_address(host, port, names="H and P")
+    with pytest.raises(ConfigError, match=f"^{rule} no.invalid:80: [a-z]"):
+        module.check_address("no.invalid", 80, names="H and P")
+    with pytest.raises(ConfigError, match="--allow-host"):
+        module.Access(host=host, port=port, names=("a b",)).check()
+    assert module.Access(host=host, port=port).check() is None
+
+
+def test_half_of_the_files_are_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = list[tuple[int, tuple[int, int]]]()
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    none = resource.RLIM_INFINITY
+    for soft, hard, most, raised in (
+        *((1024, 4096, 2048, 4096), (4096, 4096, 2048, 0), (1024, 1 << 20, 1 << 15, 1 << 16)),
+        *((1 << 17, none, 1 << 16, 0), (1024, none, 1 << 15, 1 << 16), (none, none, 1 << 15, 0)),
+    ):
+        limit = {resource.RLIMIT_NOFILE: (soft, hard)}
+        monkeypatch.setattr(resource, "getrlimit", limit.__getitem__)
+        assert module._half_of_the_files() == most
+        assert limits == ([(resource.RLIMIT_NOFILE, (raised, hard))] if raised else [])
+        limits.clear()
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])

@@ -2,6 +2,8 @@
 refused for whatever no prompt can show.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,75 +13,44 @@ from rollweave.io.http.messages import read_messages
 from rollweave.schema.chat import Message, ToolCall
 
 ASKED = {"role": "user", "content": "ask"}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "annotations": [1]}]
+THOUGHTS = [{"type": "thinking", "thinking": "2 "}, {"type": "reasoning", "reasoning": "3"}]
 
 
 def agent(**fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "a", **fields}
 
 
-def called(**fields: Any) -> dict[str, Any]:
-    return agent(tool_calls=[{"function": {"name": "look", **fields}}])
+def calling(*, call: Mapping[str, Any] = MappingProxyType({}), **made: Any) -> dict[str, Any]:
+    return agent(tool_calls=[{"function": {"name": "go", **made}, **call}])
+
+
+def said(arguments: str = "", *, id: str = "", **fields: Any) -> Message:
+    """Return the agent's message, with a call if there are arguments."""
+    calls = (ToolCall(id=id, name="go", arguments=arguments),) if arguments else ()
+    return Message(**{"role": "assistant", "content": "a", "tool_calls": calls, **fields})
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (ASKED, Message(role="user", content="ask")),
-        ({"role": "developer", "content": "be"}, Message(role="system", content="be")),
-        ({"role": "system", "content": ""}, Message(role="system", content="")),
-        ({"role": "assistant"}, Message(role="assistant", content="")),
-        (
-            {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
-            Message(role="user", content="ab"),
-        ),
-        (
-            {"role": "tool", "content": "12", "tool_call_id": "c1", "name": "look"},
-            Message(role="tool", content="12", tool_call_id="c1", name="look"),
-        ),
-        (
-            called(arguments={"x": "é"}) | {"content": None},
-            Message(
-                role="assistant",
-                content="",
-                tool_calls=(ToolCall(id="", name="look", arguments='{"x": "é"}'),),
-            ),
-        ),
-        (
-            agent(tool_calls=[{"id": "c1", "type": None, "function": {"name": "go"}}]),
-            Message(
-                role="assistant",
-                content="a",
-                tool_calls=(ToolCall(id="c1", name="go", arguments="{}"),),
-            ),
-        ),
-        (
-            called(arguments=None),
-            Message(
-                role="assistant",
-                content="a",
-                tool_calls=(ToolCall(id="", name="look", arguments="{}"),),
-            ),
-        ),
-        (
-            agent(reasoning_content="", reasoning="hm", thinking="other"),
-            Message(role="assistant", content="a", thoughts="hm"),
-        ),
-        (
-            agent(thinking_blocks=[{"thinking": "h"}, {"type": "x"}, {"thinking": "m"}]),
-            Message(role="assistant", content="a", thoughts="hm"),
-        ),
-        (
-            agent(
-                reasoning="one, ",
-                content=[
-                    {"type": "thinking", "thinking": "two, "},
-                    {"type": "reasoning", "reasoning": "three"},
-                    {"type": "text", "text": "a", "annotations": [1]},
-                ],
-            ),
-            Message(role="assistant", content="a", thoughts="one, two, three"),
-        ),
         (ASKED | {"reasoning": "hm", "refusal": "", "id": 3}, Message(role="user", content="ask")),
+        ({"role": "developer", "content": "be"}, Message(role="system", content="be")),
+        ({"role": "system", "content": PARTS}, Message(role="system", content="ab")),
+        (
+            {"role": "tool", "content": "1", "tool_call_id": "c", "name": "n"},
+            Message(role="tool", content="1", tool_call_id="c", name="n"),
+        ),
+        ({"role": "assistant"}, said(content="")),
+        (calling(arguments={"x": "é"}), said('{"x": "é"}')),
+        (
+            calling(call={"id": "c1", "type": None}) | {"content": None},
+            said("{}", id="c1", content=""),
+        ),
+        (calling(arguments=None), said("{}")),
+        (agent(reasoning_content="", reasoning="hm", thinking="other"), said(thoughts="hm")),
+        (agent(thinking_blocks=[{"thinking": "h"}, {}, {"thinking": "m"}]), said(thoughts="hm")),
+        (agent(reasoning="1 ", content=[*THOUGHTS, PARTS[1]]), said(content="b", thoughts="1 2 3")),
     ],
 )
 def test_a_message_is_read(message: dict[str, Any], expected: Message) -> None:
@@ -89,53 +60,34 @@ def test_a_message_is_read(message: dict[str, Any], expected: Message) -> None:
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        (3, "m.1: Input should be an object, got 3"),
-        ({"role": "user"}, "m.1.content must be text, got None"),
+        (3, ": Input should be an object, got 3"),
+        ({"role": "user"}, ".content must be text, got None"),
+        ({"role": "judge"}, ".role: Input should be 'developer', 'system', 'user', 'assistant' or"),
+        (ASKED | {"content": 3}, ".content: Input should be a valid string, got 3"),
+        (ASKED | {"content": ["a"]}, ".content.0: Input should be an object, got 'a'"),
         (
-            {"role": "judge", "content": ""},
-            "m.1.role: Input should be 'developer', 'system', 'user', 'assistant' or 'tool', "
-            "got 'judge'",
-        ),
-        (ASKED | {"content": 3}, "m.1.content: Input should be a valid string, got 3"),
-        (ASKED | {"content": ["a"]}, "m.1.content.0: Input should be an object, got 'a'"),
-        (
-            ASKED | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": 5}]},
-            "m.1.content.1.type: must have the fields of its type, got 'text'",
+            ASKED | {"content": [{"type": "image_url"}]},
+            ".content.0.type must be text, got 'image_url'",
         ),
         (
-            ASKED | {"content": [{"type": "image_url", "image_url": {}}]},
-            "m.1.content.0.type must be text, got 'image_url'",
+            ASKED | {"content": [PARTS[0], PARTS[0] | {"text": 5}]},
+            ".content.1.type: must have the fields of its type, got 'text'",
         ),
-        (
-            agent(content=[{"type": "thinking", "thinking": 3}]),
-            "m.1.content.0.type must be text, got 'thinking'",
-        ),
-        (
-            ASKED | {"content": [{"type": "text", "text": "a", "colour": 1}]},
-            f"m.1.content.0.colour {UNKNOWN_FIELD}, got 1",
-        ),
-        (
-            ASKED | {"tool_calls": [{"function": {"name": "go"}}]},
-            "m.1.tool_calls must be those of an assistant, got 'user'",
-        ),
-        (called(name=""), "m.1.tool_calls.0.function.name: String should have at least 1 "),
-        (
-            called(arguments=3),
-            "m.1.tool_calls.0.function.arguments: Input should be a valid string, got 3",
-        ),
-        (called(strict=True), f"m.1.tool_calls.0.function.strict {UNKNOWN_FIELD}, got True"),
-        (
-            agent(tool_calls=[{"kind": 1, "function": {"name": "go"}}]),
-            f"m.1.tool_calls.0.kind {UNKNOWN_FIELD}, got 1",
-        ),
-        (ASKED | {"prefix": True}, "m.1.prefix must be false or null: it is not supported, got "),
-        (ASKED | {"colour": "x" * 100}, f"m.1.colour {UNKNOWN_FIELD}, got '{'x' * 79}"),
+        (agent(content=[{"type": "thinking", "thinking": 3}]), ".content.0.type must be text, got"),
+        (ASKED | {"content": [PARTS[0] | {"x": 1}]}, f".content.0.x {UNKNOWN_FIELD}, got 1"),
+        (calling() | {"role": "user"}, ".tool_calls must be those of an assistant, got 'user'"),
+        (calling(name=""), ".tool_calls.0.function.name: String should have at least 1 "),
+        (calling(arguments=3), ".tool_calls.0.function.arguments: Input should be a valid string"),
+        (calling(strict=True), f".tool_calls.0.function.strict {UNKNOWN_FIELD}, got True"),
+        (calling(call={"kind": 1}), f".tool_calls.0.kind {UNKNOWN_FIELD}, got 1"),
+        (ASKED | {"prefix": True}, ".prefix must be false or null: it is not supported, got True"),
+        (ASKED | {"x": "x" * 100}, f".x {UNKNOWN_FIELD}, got '{'x' * 79}"),
     ],
 )
 def test_what_no_prompt_shows_is_refused(message: object, problem: str) -> None:
-    with pytest.raises(ValueError, match=r"^m") as caught:
+    with pytest.raises(ValueError, match=r"^m\.1") as caught:
         read_messages([ASKED, message], "m")
-    assert str(caught.value).startswith(problem)
+    assert str(caught.value).startswith("m.1" + problem)
 
 
 def test_messages_are_a_list() -> None:
