@@ -3,6 +3,7 @@ field, rule and value.
 """
 
 import contextlib
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -68,7 +69,7 @@ class Inner(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Outer(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, msgspec.Meta(min_length=1)]
     inner: list[Inner] = []
     named: dict[str, Inner] = {}
     ratio: float = 0.0
@@ -83,7 +84,7 @@ HUGE = "9" * 400
         ("{", None, "the body must be JSON: Input data was truncated"),
         ("[1]", None, "the body must be object, got [1]"),
         ("{}", "name", "name must be given, got none"),
-        ('{"name": 1}', "name", "name must be str, got 1"),
+        ('{"name": ""}', "name", "~ must be str of length >= 1, got ''"),
         ('{"name": "a", "x": [1]}', "x", f"x {UNKNOWN_FIELD}, got [1]"),
         ('{"name": "a", "inner": [{}, {"count": "b"}]}', "inner.1.count", "~ must be int, got 'b'"),
         ('{"name": "a", "inner": [{}, {"y": 1}]}', "inner.1.y", f"~ {UNKNOWN_FIELD}, got 1"),
