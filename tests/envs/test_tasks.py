@@ -144,8 +144,6 @@ def test_drawing_does_not_touch_the_global_generator(tmp_path: Path) -> None:
 
 
 class Odd:
-    """An environment whose words are wrong."""
-
     found: ClassVar[object] = ()
     reset = step = lambda self, _: None
 

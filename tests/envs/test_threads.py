@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -207,21 +207,15 @@ async def test_a_reward_has_a_thread_and_can_be_abandoned(of: TaskSource, gate: 
     assert await worlds.score(seen) == Score(reward=1.0)
 
 
-def raised_by(call: Callable[[], object]) -> Exception:
-    try:
-        call()
-    except Exception as error:
-        return error
-    raise AssertionError
-
-
 def test_an_error_names_the_last_line_of_the_users_code() -> None:
-    error = raised_by(lambda: json.loads("{"))
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    error = caught.value
     assert re.search(
         r"^step raised JSONDecodeError: .*test_threads\.py:\d+", describe_error("step", error)
     )
     assert error.__traceback__ is not None
-    in_library = error.with_traceback(error.__traceback__.tb_next.tb_next)  # type: ignore[union-attr]
+    in_library = error.with_traceback(error.__traceback__.tb_next)  # type: ignore[union-attr]
     assert re.search(r"json/decoder\.py:\d+", describe_error("step", in_library))
     assert describe_error("step", EnvError("no map")) == "step: no map"
     assert "step raised KeyError" in describe_error("step", KeyError("x"))

@@ -105,6 +105,7 @@ async def test_the_children_of_a_killed_child_end_with_it(tmp_path: Path) -> Non
     await asyncio.to_thread(until, lambda: log.exists() and "\n" in log.read_text())
     grandchild = int(log.read_text())
     child.kill()
+    assert child._frames.closed
     await child.gone()
     await asyncio.to_thread(until, lambda: process_state(grandchild)[0] in ("Z", "gone"))
 
@@ -180,6 +181,7 @@ def test_a_parent_sends_and_receives_frames_in_order(
             raise SystemExit
 
     monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("rollweave.io.parent.FRAME_BYTES", len(b"three"))
     ours, theirs = socket.socketpair()
     keys = (b"a" * 32, b"b" * 32)
     seal, other = (Seal(*keys), Seal(*keys[::-1])) if sealed else (None, None)
