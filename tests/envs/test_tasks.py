@@ -12,7 +12,7 @@ import pytest
 
 from rollweave.envs.base import Observation, Split, split_of
 from rollweave.envs.games import Nim
-from rollweave.envs.tasks import InlineEnv, TaskSource, images_of
+from rollweave.envs.tasks import InlineEnv, TaskSource, images_of, rule
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
@@ -185,3 +185,14 @@ def test_images_that_are_known_before_the_run() -> None:
         (f"{__name__}:Clerk", {"image": 3}, ()),
     ):
         assert images_of(env, options) == images
+
+
+def test_a_rule_is_a_function_of_experiences_and_version() -> None:
+    assert rule(f"{__name__}:draw") is draw
+    for name, problem in (
+        ("test_inline_environments", "must be a function, got a coroutine function"),
+        ("GAMES", "must be a function, got tuple"),
+        ("codec", "must take the experiences and the version: too many positional"),
+    ):
+        with pytest.raises(ConfigError, match=f"^function '{__name__}:{name}' {problem}"):
+            rule(f"{__name__}:{name}")
