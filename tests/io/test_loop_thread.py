@@ -3,6 +3,7 @@ thread behind.
 """
 
 import asyncio
+import inspect
 import threading
 
 import pytest
@@ -33,7 +34,7 @@ async def test_a_coroutine_runs_apart_although_a_loop_runs_here() -> None:
 
 
 def test_results_and_exceptions_come_back_and_the_end_cancels_tasks() -> None:
-    late, left = threading.Event(), threading.Event()
+    late, left = stay(threading.Event()), threading.Event()
 
     async def leave_a_task() -> "asyncio.Task[None]":
         task = asyncio.create_task(stay(left))
@@ -46,8 +47,10 @@ def test_results_and_exceptions_come_back_and_the_end_cancels_tasks() -> None:
     with pytest.raises(KeyError, match="wrong"):
         loop.call(fail(), within_s=30.0)
     with pytest.raises(TimeoutError, match=r"^not done within 0\.01 s$"):
-        loop.call(stay(late), within_s=0.01)
-    assert late.wait(30)
+        loop.call(late, within_s=0.01)
+    for _ in range(2):  # of which the loop has ended the first after the cancellation
+        loop.call(name_of_thread())
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
     task = loop.call(leave_a_task())
     loop.stop()
     assert left.is_set()
