@@ -178,12 +178,8 @@ def test_a_ratio_needs_both(
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "-"),
-        (1234567, "1,234,567"),
-        (0.12345, "0.123"),
-        ([0.5, 1.0], "0.5, 1"),
-        (1.2e-7, "1.2e-07"),
-        ([], "-"),
+        *((None, "-"), (1234567, "1,234,567"), (0.12345, "0.123"), ([0.5, 1.0], "0.5, 1")),
+        *((1.2e-7, "1.2e-07"), ([], "-")),
     ],
 )
 def test_figures_are_formatted_for_people(value: float | list[float] | None, text: str) -> None:

@@ -245,11 +245,8 @@ def test_a_wrong_device_or_dtype_is_one_line(
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--secret-file", "host.secret"),
-        ("--resource", "serving"),
-        ("--join-s", "5"),
-        ("--ttft-ms", "500"),
-        ("--tpot-ms", "150"),
+        *(("--secret-file", "host.secret"), ("--resource", "serving"), ("--join-s", "5")),
+        *(("--ttft-ms", "500"), ("--tpot-ms", "150")),
     ],
 )
 def test_options_of_a_loan_are_refused_without_one(tmp_path: Path, option: str, value: str) -> None:

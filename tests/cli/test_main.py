@@ -360,11 +360,7 @@ def test_a_failed_run_reports_the_reason_and_exits_with_1() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "journal.bin",
-        "metrics.jsonl",
-        "trace.json",
-        "trajectories/000000.bin",
-        "lock",
+        *("journal.bin", "metrics.jsonl", "trace.json", "trajectories/000000.bin", "lock"),
         "logs/e0.log",
     ],
 )

@@ -133,12 +133,8 @@ def test_marks_turns_that_were_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value", "expected"),
     [
-        ("1", 1.0, True),
-        ("1", 0.9, False),
-        (">0.5", 0.5, False),
-        (">=0.5", 0.5, True),
-        ("<= -1", -1.5, True),
-        ("<0", 0.0, False),
+        *(("1", 1.0, True), ("1", 0.9, False), (">0.5", 0.5, False), (">=0.5", 0.5, True)),
+        *(("<= -1", -1.5, True), ("<0", 0.0, False)),
     ],
 )
 def test_a_reward_filter_compares(text: str, value: float, expected: bool) -> None:

@@ -115,11 +115,8 @@ def test_the_final_evaluation_waits_for_published_weights() -> None:
 @pytest.mark.parametrize(
     ("change", "continues"),
     [
-        ({}, True),
-        ({"status": TrainerStatus.STARTING}, False),
-        ({"step": 4}, False),
-        ({"skip": True}, False),
-        ({"target": 2}, False),
+        *(({}, True), ({"status": TrainerStatus.STARTING}, False), ({"step": 4}, False)),
+        *(({"skip": True}, False), ({"target": 2}, False)),
     ],
 )
 @pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.SAVING, Phase.EVALUATING])

@@ -28,10 +28,8 @@ SERVING = (EngineStatus.SERVING, EngineStatus.SERVING)
 @pytest.mark.parametrize(
     ("status", "cause"),
     [
-        (EngineStatus.STARTING, "starting"),
-        (EngineStatus.STALE, "weights"),
-        (EngineStatus.SUSPENDING, "weights"),
-        (EngineStatus.LOADING, "weights"),
+        *((EngineStatus.STARTING, "starting"), (EngineStatus.STALE, "weights")),
+        *((EngineStatus.SUSPENDING, "weights"), (EngineStatus.LOADING, "weights")),
     ],
 )
 def test_an_engine_that_does_not_serve(status: EngineStatus, cause: str) -> None:
@@ -58,14 +56,10 @@ def test_engines_with_turns_are_busy_and_so_are_those_that_drain() -> None:
 @pytest.mark.parametrize(
     ("pools", "queued", "cause"),
     [
-        (["init"], 0, "environment"),
-        (["init", "eval"], 0, "environment"),
-        (["run"], 0, "environment"),
-        (["run"], 1, "stragglers"),
-        (["run", "eval"], 1, "stragglers"),
-        (["eval"], 0, "reward"),
-        (["eval_queued"], 0, "reward"),
-        ([], 0, "window"),
+        *((["init"], 0, "environment"), (["init", "eval"], 0, "environment")),
+        *((["run"], 0, "environment"), (["run"], 1, "stragglers")),
+        *((["run", "eval"], 1, "stragglers"), (["eval"], 0, "reward")),
+        *((["eval_queued"], 0, "reward"), ([], 0, "window")),
     ],
 )
 def test_why_an_engine_waits(pools: list[str], queued: int, cause: str) -> None:
@@ -81,12 +75,9 @@ def test_why_an_engine_waits(pools: list[str], queued: int, cause: str) -> None:
 @pytest.mark.parametrize(
     ("status", "cause"),
     [
-        (TrainerStatus.STARTING, "starting"),
-        (TrainerStatus.MEASURING, "measuring"),
-        (TrainerStatus.TRAINING, "busy"),
-        (TrainerStatus.PUBLISHING, "publishing"),
-        (TrainerStatus.SAVING, "saving"),
-        (TrainerStatus.IDLE, "batch"),
+        *((TrainerStatus.STARTING, "starting"), (TrainerStatus.MEASURING, "measuring")),
+        *((TrainerStatus.TRAINING, "busy"), (TrainerStatus.PUBLISHING, "publishing")),
+        *((TrainerStatus.SAVING, "saving"), (TrainerStatus.IDLE, "batch")),
     ],
 )
 def test_what_the_trainer_does(status: TrainerStatus, cause: str) -> None:

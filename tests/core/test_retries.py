@@ -89,12 +89,8 @@ def test_a_run_whose_turns_all_fail_ends_with_the_failure_of_a_turn() -> None:
 @pytest.mark.parametrize(
     ("tasks", "failed", "under_way", "broken"),
     [
-        (5, 40, 0, False),
-        (6, 6, 0, True),
-        (6, 6, 6, True),
-        (6, 6, 7, False),
-        (6, 20, 19, True),
-        (20, 20, 21, False),
+        *((5, 40, 0, False), (6, 6, 0, True), (6, 6, 6, True), (6, 6, 7, False)),
+        *((6, 20, 19, True), (20, 20, 21, False)),
     ],
 )
 def test_code_is_broken_if_more_attempts_fail_than_may_still_succeed(
@@ -245,12 +241,8 @@ NEVER = 10**6
 @pytest.mark.parametrize(
     ("tasks", "failures", "second", "ends"),
     [
-        (100, NEVER, 0.0, True),
-        (6, NEVER, 0.1, True),
-        (5, NEVER, 0.0, False),
-        (100, NEVER, 0.5, None),
-        (100, 4, 0.0, False),
-        (100, 12, 0.2, None),
+        *((100, NEVER, 0.0, True), (6, NEVER, 0.1, True), (5, NEVER, 0.0, False)),
+        *((100, NEVER, 0.5, None), (100, 4, 0.0, False), (100, 12, 0.2, None)),
     ],
 )
 def test_a_run_ends_when_enough_of_its_tasks_have_failed_alike(

@@ -37,12 +37,9 @@ def first_stop(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> str | 
 @pytest.mark.parametrize(
     ("text", "stop", "stop_string"),
     [
-        ("go on </call> more", ("</call>",), "go on </call>"),
-        ("a b c", ("x",), None),
-        ("aab", ("ab", "b"), "aab"),
-        ("naïve — done", ("— d",), "naïve — d"),
-        ("tick ✓ tock", ("✓",), "tick ✓"),
-        ("</cal </call>", ("</call>",), "</cal </call>"),
+        *(("go on </call> more", ("</call>",), "go on </call>"), ("a b c", ("x",), None)),
+        *(("aab", ("ab", "b"), "aab"), ("naïve — done", ("— d",), "naïve — d")),
+        *(("tick ✓ tock", ("✓",), "tick ✓"), ("</cal </call>", ("</call>",), "</cal </call>")),
         ("x", ("",), None),
     ],
 )

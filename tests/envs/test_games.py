@@ -3,12 +3,20 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollweave.envs.base import Message, Split, Step, new_task, payload_of
-from rollweave.envs.frozenlake import FROZEN, FrozenLake, _held_out_maps, _random_map, solvable
+from rollweave.envs.frozenlake import (
+    FROZEN,
+    FrozenLake,
+    SlowLake,
+    _held_out_maps,
+    _random_map,
+    solvable,
+)
 from rollweave.envs.games import Calculator, Nim
 from rollweave.schema.errors import ConfigError
 
@@ -90,6 +98,7 @@ def test_a_map_is_solvable_if_a_path_exists() -> None:
 
 def test_held_out_maps_are_all_different_and_more_likely_ones_come_first() -> None:
     maps = _held_out_maps(5, Split.TEST)
+    assert all(map(walkable, maps))
     assert len(maps) == len(set(maps)) > 400
     assert maps != _held_out_maps(6, Split.TEST)
     assert not set(maps) & set(_held_out_maps(5, Split.VALIDATION))
@@ -100,6 +109,7 @@ def test_held_out_maps_are_all_different_and_more_likely_ones_come_first() -> No
 def test_training_maps_have_gymnasiums_density_of_ice() -> None:
     rng = random.Random(0)
     drawn = [_random_map(rng) for _ in range(400)]
+    assert all(walkable(rows) and (rows[0][0], rows[3][3]) == ("S", "G") for rows in drawn)
     ice = sum("".join(rows).count("F") for rows in drawn) / (400 * 14)
     assert FROZEN < ice < FROZEN + 0.08  # a little more, because hopeless maps are drawn again
 
@@ -115,6 +125,20 @@ def test_only_training_tasks_may_start_at_another_cell() -> None:
     assert 100 < starts(Split.TRAIN)[0] < 180
     assert len(starts(Split.TRAIN)) > 8
     assert starts(Split.TEST) == {0: 200}
+
+
+async def test_a_slow_lake_takes_a_log_normal_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("rollweave.envs.frozenlake.asyncio", SimpleNamespace(sleep=sleep))
+    for options in ({"latency_s": 2.0, "latency_sigma": 0.0}, {"latency_s": 0.0}):
+        env = SlowLake(**options, maps="fixed")
+        env.reset(DEFAULT)
+        assert content((await env.step("<down>")).messages).startswith(" at=a2 ")
+    assert slept == pytest.approx([2.0])
 
 
 def calculate(
@@ -138,6 +162,8 @@ def test_calculator() -> None:
         (" result 45", 0.0, False, None),
         ("", 1.0, True, True),
     ]
+    another, first, again = calculate("<tool>5*9</tool>", "<tool>3-5</tool>", "<tool>3-5</tool>")
+    assert (another[1], first[1], again[1]) == (0.0, 0.2, 0.0)
     assert calculate("<answer>2</answer>") == [("", 0.0, True, False)]
     for bad in (
         "",
@@ -213,6 +239,12 @@ def test_perfect_play_beats_the_opponent_from_every_pile_that_can_be_won() -> No
     [
         (FrozenLake, {"maps": "huge"}, "options.maps must be random or fixed, got 'huge'"),
         (Calculator, {"largest": 51}, "options.largest must be from 1 to 50, got 51"),
+        (Calculator, {"largest": 0}, "options.largest must be from 1 to 50, got 0"),
+        (Calculator, {"operators": ""}, "options.operators must be some of .*, got ''"),
+        (Calculator, {"answers": -0.1}, "options.answers must be from 0 to 1, got -0.1"),
+        (Nim, {"smallest": 0}, "options.smallest must be 1 to largest"),
+        (Nim, {"largest": 41}, "largest to 40, got 4 and 41"),
+        (Nim, {"skill": 1.1}, "options.skill must be from 0 to 1, got 1.1"),
         (Calculator, {"operators": "+/"}, r"options.operators must be some of \+-\*, got '\+/'"),
         (Calculator, {"answers": 2}, "options.answers must be from 0 to 1, got 2"),
         (Nim, {"smallest": 9, "largest": 8}, "options.smallest must be 1 to largest"),
@@ -222,3 +254,20 @@ def test_perfect_play_beats_the_opponent_from_every_pile_that_can_be_won() -> No
 def test_refuses_invalid_game_options(kind: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         kind(**options)
+
+
+def test_options_may_be_at_their_limits() -> None:
+    for largest, answers in ((1, 0.0), (50, 1.0)):
+        options = {"largest": largest, "answers": answers, "operators": "*"}
+        words = Calculator.words(options)
+        assert (words[7], words[-1]) == (" *", f" {largest**2}")
+        assert len(words) == len(set(words))
+    assert Nim.words({"smallest": 40, "largest": 40, "skill": 1})[39:41] == [" pile=40", "<take-1>"]
+    for options in ({}, {"smallest": 3, "largest": 5, "skill": 0}):
+        piles = {
+            payload_of(Nim.make_task(index=index, seed=1, split=Split.TRAIN, options=options))[
+                "pile"
+            ]
+            for index in range(200)
+        }
+        assert piles == set(range(options.get("smallest", 4), options.get("largest", 15) + 1))

@@ -5,9 +5,11 @@ ones.
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rollweave.envs import registry
 from rollweave.envs.base import Env
 from rollweave.envs.frozenlake import FrozenLake
 from rollweave.envs.registry import (
@@ -20,6 +22,7 @@ from rollweave.envs.registry import (
     reference_of,
     resolve,
 )
+from rollweave.io.extras import USER_CODE_REFUSED, USER_CODE_RULE, USER_CODE_VARIABLE
 from rollweave.schema.errors import ConfigError
 
 from .worlds import HERE, Echo
@@ -51,7 +54,13 @@ def test_resolves_by_name_and_by_module() -> None:
         ("tests.envs.nothing_else:qqq", r"nothing_else has no qqq \(it has first, Second\)$"),
         (f"{HERE}NoStep", "must have reset and step, .*; NoStep has no step"),
         (f"{HERE}config", "must be a class, got function"),
-        (":X", "must be package.module:name"),
+        (":X", "must be package.module:name, got ':X'$"),
+        ("a.b:", "must be package.module:name, got 'a.b:'$"),
+        (
+            "a/b.py:X",
+            r"name, got 'a/b\.py:X' \(did you mean b:X, run in the directory of b\.py\?\)",
+        ),
+        ("b.py:X", r"did you mean b:X, run in the directory of b\.py\?\)"),
     ],
 )
 def test_a_name_that_does_not_resolve(name: str, problem: str) -> None:
@@ -86,6 +95,26 @@ def test_load_resolves_nested_attributes() -> None:
     assert load(f"{HERE}Echo.reset", what="it") is Echo.reset
     with pytest.raises(ConfigError, match="the reward: "):
         load(f"{HERE}Echo.rest", what="the reward")
+
+
+class Entry:
+    def __init__(self, value: str, distribution: str | None) -> None:
+        self.name, self.value = value, value
+        self.dist = None if distribution is None else SimpleNamespace(name=distribution)
+
+
+def test_without_the_permission_only_our_own_code_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [("Echo", "rollweave-envs"), ("Odd", None), ("Slow", "another")]
+    entries = [Entry(f"{HERE}{name}", distribution) for name, distribution in found]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    monkeypatch.setenv(USER_CODE_VARIABLE, USER_CODE_REFUSED)
+    assert load(BUILT_IN["frozenlake"], what="it") is FrozenLake
+    assert load(f"{HERE}Echo", what="it") is Echo
+    for name in ("Odd", "Slow", "config"):
+        with pytest.raises(ConfigError, match=f"^it {USER_CODE_RULE}, got '{HERE}{name}'$"):
+            load(f"{HERE}{name}", what="it")
 
 
 def test_a_package_registers_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,17 @@ import itertools
 import random
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from rollweave.envs.base import Observation, Split, split_of
-from rollweave.envs.tasks import InlineEnv, TaskSource
+from rollweave.envs.games import Nim
+from rollweave.envs.tasks import InlineEnv, TaskSource, images_of, rule
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
+from rollweave.sandbox.base import HOST
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Purpose, SegmentKind
@@ -138,3 +141,58 @@ def test_drawing_does_not_touch_the_global_generator(tmp_path: Path) -> None:
     for task in GAMES:
         draw(of, str(task.get("tag", task["env"])), 5)
     assert random.getstate() == state
+
+
+class Odd:
+    found: ClassVar[object] = ()
+    reset = step = lambda self, _: None
+
+    @classmethod
+    def words(cls, options: object) -> object:
+        return cls.found
+
+
+class Clerk:
+    init = run = eval = lambda self, _: None
+
+
+class Images(Clerk):
+    @classmethod
+    def images(cls, options: dict[str, str]) -> list[str]:
+        return [HOST, "a:1", options.get("more", HOST)]
+
+
+@pytest.mark.parametrize("found", ["text", ["a", ""], [3]])
+def test_words_are_a_list_of_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: object
+) -> None:
+    of = source(tmp_path, {"env": "nim"}, {"env": f"{__name__}:Odd", "tag": "odd"})
+    assert of.words() == tuple(Nim.words({}))
+    monkeypatch.setattr(Odd, "found", found)
+    wrong = found if isinstance(found, str) else found[-1]  # type: ignore[index]
+    rule = f"must return a list of non-empty strings, got {wrong!r}$"
+    with pytest.raises(ConfigError, match=f"words of environment '.*:Odd' {rule}"):
+        of.words()
+
+
+def test_images_that_are_known_before_the_run() -> None:
+    for env, options, images in (
+        ("frozenlake", {"image": "a:1"}, ()),
+        ("program", {"image": "a:1"}, ("a:1",)),
+        ("program", {}, ()),
+        (f"{__name__}:Images", {"more": "b:1"}, ("a:1", "b:1")),
+        (f"{__name__}:Clerk", {"image": "a.tar"}, ("a.tar",)),
+        (f"{__name__}:Clerk", {"image": 3}, ()),
+    ):
+        assert images_of(env, options) == images
+
+
+def test_a_rule_is_a_function_of_experiences_and_version() -> None:
+    assert rule(f"{__name__}:draw") is draw
+    for name, problem in (
+        ("test_inline_environments", "must be a function, got a coroutine function"),
+        ("GAMES", "must be a function, got tuple"),
+        ("codec", "must take the experiences and the version: too many positional"),
+    ):
+        with pytest.raises(ConfigError, match=f"^function '{__name__}:{name}' {problem}"):
+            rule(f"{__name__}:{name}")

@@ -3,6 +3,8 @@ are abandoned and counted.
 """
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest_asyncio
 
 from rollweave.envs.base import Score, Step
 from rollweave.envs.tasks import TaskSource
-from rollweave.envs.threads import MAX_ABANDONED
+from rollweave.envs.threads import MAIN_THREAD, MAX_ABANDONED, EnvThreads, describe_error
 from rollweave.schema.errors import EnvError, RewardError
 
 from . import blocking
@@ -203,3 +205,36 @@ async def test_a_reward_has_a_thread_and_can_be_abandoned(of: TaskSource, gate: 
     assert of.threads.abandoned == {f"score of environment {HERE}Scored": 1}
     gate.opened.set()
     assert await worlds.score(seen) == Score(reward=1.0)
+
+
+def test_an_error_names_the_last_line_of_the_users_code() -> None:
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    error = caught.value
+    assert re.search(
+        r"^step raised JSONDecodeError: .*test_threads\.py:\d+", describe_error("step", error)
+    )
+    assert error.__traceback__ is not None
+    in_library = error.with_traceback(error.__traceback__.tb_next)  # type: ignore[union-attr]
+    assert re.search(r"json/decoder\.py:\d+", describe_error("step", in_library))
+    assert describe_error("step", EnvError("no map")) == "step: no map"
+    assert "step raised KeyError" in describe_error("step", KeyError("x"))
+    cause, outer = ValueError("signal only works in main thread"), RuntimeError("outer")
+    outer.__context__ = cause
+    for each, needs in ((cause, True), (outer, True), (ValueError("signal"), False)):
+        assert (MAIN_THREAD in describe_error("step", each)) is needs
+
+
+async def test_a_thread_that_is_given_back_serves_the_next_environment() -> None:
+    threads = EnvThreads()
+    first, second = threads.lease("a"), threads.lease("b")
+    idents = [await each.run("step", threading.get_ident) for each in (first, second)]
+    assert idents[0] != idents[1]
+    first.release()
+    first.release()
+    with pytest.raises(EnvError, match=r"^a is not called again: a call of it has not returned$"):
+        await first.run("step", threading.get_ident)
+    assert await threads.lease("c").run("step", threading.get_ident) == idents[0]
+    threads.close()
+    with pytest.raises(EnvError, match=r"^the run is ending$"):
+        threads.lease("e")

@@ -10,15 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rollweave.io.child import Child, spawn
+from rollweave.io.boot import ORPHANED
+from rollweave.io.child import TAIL_BYTES, Child, spawn, status_text, why_it_ended
 from rollweave.io.parent import Outbox, Parent
-from rollweave.io.wire import FrameDecoder
+from rollweave.io.wire import FrameDecoder, Seal, frame
 from tests.support.processes import process_state
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,43 @@ def start(tmp_path: Path, *arguments: str) -> Child:
         on_gone=lambda _: None,
         arguments=arguments,
     )
+
+
+def test_the_end_of_a_process_is_described(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert why_it_ended(0, log) == "ended (exit status 0)"
+    log.write_bytes(b"left out\n" + b"\xff" + b"\n" + b"x" * (TAIL_BYTES - 3) + b"\n")
+    tail = f"\N{REPLACEMENT CHARACTER}\n{'x' * (TAIL_BYTES - 3)}"
+    reason = f"killed (signal SIGKILL); end of {log}:\n{tail}"
+    assert why_it_ended(-9, log, "killed") == reason
+    assert [*map(status_text, (1, -1, -99))] == ["exit status 1", "signal SIGHUP", "signal 99"]
+
+
+async def test_a_child_answers_and_its_end_is_told_with_its_log(tmp_path: Path) -> None:
+    (tmp_path / "echoes.py").write_text(
+        "import os, sys\n"
+        "from rollweave.io.parent import Parent\n"
+        "parent = Parent.from_arguments()\n"
+        "parent.send_all([parent.receive(), os.environ['OWN'].encode(), sys.argv[3].encode()])\n"
+        "print(parent.receive().decode(), file=sys.stderr)\n"
+        "sys.exit(3)\n"
+    )
+    frames, gone, log = asyncio.Queue[bytes](), list[str](), tmp_path / "logs" / "log"
+    child = spawn(
+        name="echo",
+        module="echoes",
+        log=log,
+        env={"OWN": "own", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        on_frame=frames.put_nowait,
+        on_gone=gone.append,
+        arguments=("argument",),
+    )
+    child.send(b"one")
+    assert [await frames.get() for _ in range(3)] == [b"one", b"own", b"argument"]
+    child.send(b"farewell")
+    await child.gone()
+    child.kill()  # has no effect
+    assert gone == [f"ended (exit status 3); end of {log}:\nfarewell"]
 
 
 def assert_reaped(pid: int) -> None:
@@ -66,6 +105,7 @@ async def test_the_children_of_a_killed_child_end_with_it(tmp_path: Path) -> Non
     await asyncio.to_thread(until, lambda: log.exists() and "\n" in log.read_text())
     grandchild = int(log.read_text())
     child.kill()
+    assert child._frames.closed
     await child.gone()
     await asyncio.to_thread(until, lambda: process_state(grandchild)[0] in ("Z", "gone"))
 
@@ -124,6 +164,47 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_parent_sends_and_receives_frames_in_order(
+    monkeypatch: pytest.MonkeyPatch, sealed: bool
+) -> None:
+    """What was received before a thread listens comes first; the end of the connection
+    ends the process.
+    """
+    exits = list[int]()
+
+    def leave(status: int) -> None:
+        exits.append(status)
+        if status == ORPHANED:
+            raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("rollweave.io.parent.FRAME_BYTES", len(b"three"))
+    ours, theirs = socket.socketpair()
+    keys = (b"a" * 32, b"b" * 32)
+    seal, other = (Seal(*keys), Seal(*keys[::-1])) if sealed else (None, None)
+    parent = Parent(theirs.detach(), other)
+    with ours, parent._socket:
+
+        def write(*payloads: bytes) -> None:
+            for payload in payloads:
+                ours.sendall(b"".join(frame(payload, seal.code(payload) if seal else b"")))
+
+        write(b"one", b"two", b"three")
+        assert parent.receive() == b"one"
+        frames = parent.queue()
+        assert [frames.get(timeout=30), frames.get(timeout=30)] == [b"two", b"three"]
+        write(b"four")
+        assert frames.get(timeout=30) == b"four"
+        parent.send(b"answer")
+        received = FrameDecoder().feed(ours.recv(1000))
+        assert [seal.opened(each) if seal else each for each in received] == [b"answer"]
+        ours.shutdown(socket.SHUT_WR)
+        for thread in [each for each in threading.enumerate() if each.name == "parent"]:
+            thread.join()
+        assert exits == [ORPHANED, 1]
 
 
 def test_an_outbox_does_not_wait_for_a_parent_that_does_not_read() -> None:

@@ -2,13 +2,14 @@
 it.
 """
 
+import importlib
 import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
 
-from rollweave.io.extras import how_to_install
+from rollweave.io.extras import MissingExtraError, from_extra, how_to_install, missing_from
 
 
 class Installed:
@@ -40,6 +41,14 @@ def test_advice_names_the_path_of_a_checkout(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(record))
     assert how_to_install("wandb") == advice
+
+
+def test_a_missing_package_is_named_with_the_advice() -> None:
+    with from_extra("math"):
+        assert missing_from("math") == [] == missing_from("transformers")
+    rule = r"^no_such_package is not installed \(pip install .*\[math\]'\)$"
+    with pytest.raises(MissingExtraError, match=rule), from_extra("math"):
+        importlib.import_module("no_such_package")
 
 
 def test_advice_in_the_checkout_is_a_dot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ compares its tokens with those of transformers.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -57,6 +58,59 @@ def test_other_forms_of_tokenizers_are_named_with_the_way_to_convert_them(tmp_pa
     )
     with pytest.raises(ConfigError, match=r"got tokenizer\.model; transformers writes one"):
         ChatCodec.from_directory(tmp_path)
+
+
+SECTIONS = ("model", "normalizer", "pre_tokenizer", "decoder", "added_tokens")
+
+
+def sections(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what determines the tokens of a text, a sequence of one as its part."""
+    whole = json.loads(tokenizer.to_str())
+    parts = (whole["pre_tokenizer"] or {}).get("pretokenizers", ())
+    return {name: whole[name] for name in SECTIONS} | (
+        {"pre_tokenizer": parts[0]} if len(parts) == 1 else {}
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {f"{name}_token": None for name in ("bos", "eos", "pad")},
+        {"add_prefix_space": True},
+        {"add_prefix_space": False, "legacy": False, "split_special_tokens": True},
+        {"legacy": True},
+        {"tokenizer_class": None},
+        {"image_token": "<i>", "x_token": {}, "y_token": 3, "unk_token": "<u>", "name": "<n>"},
+        {"unk_token": {"__type": "AddedToken", "content": "<u>"}},
+        {"extra_special_tokens": ["<e>", "<m>"], "additional_special_tokens": ["<f>"]},
+        {"additional_special_tokens": ["<e>", "<s>"]},
+        {
+            "added_tokens_decoder": {
+                "10": {"content": "<t>", "special": True},
+                "9": {"content": "r"},
+            }
+        },
+    ],
+    ids=str,
+)
+def test_the_tokenizer_of_every_form_is_that_of_transformers(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    for form, write in FORMS.items():
+        directory = tmp_path / form
+        directory.mkdir()
+        write(directory, ["<m>", "<|im_end|>"])
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        (directory / "tokenizer_config.json").write_text(json.dumps(config | changes))
+        read, reference = read_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+        assert read is not None
+        assert sections(read.tokenizer) == sections(reference.backend_tokenizer), form
+        assert read.special == {k: str(v) for k, v in reference.special_tokens_map.items()}, form
+        assert read.tokenizer.encode_special_tokens is reference.split_special_tokens
+    assert read_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize("form", ["tokens_in_old_files", "with_begin_and_end", "sentencepiece"])

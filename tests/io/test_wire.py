@@ -63,6 +63,13 @@ def test_a_length_over_the_limit_is_refused_at_once_and_ever_after() -> None:
         decoder.feed(b"".join(frame(b"fine")))
 
 
+def test_a_payload_above_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave.io.wire.FRAME_BYTES", 4)
+    assert frame(b"four", b"seal") == (LENGTH.pack(8), b"four", b"seal")
+    with pytest.raises(WireError, match="at most 4 bytes, got 5"):
+        frame(b"above")
+
+
 def test_frames_before_a_bad_length_are_still_delivered() -> None:
     decoder = FrameDecoder(limit=10)
     assert decoder.feed(b"".join(frame(b"good")) + LENGTH.pack(99)) == [b"good"]

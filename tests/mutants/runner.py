@@ -262,6 +262,7 @@ class Runner:
         tree = ast.parse(path.read_text())
         for _ in itertools.islice(mutations(tree), mutant.index, mutant.index + 1):
             _use_tree(folder, (mutant.file, ast.unparse(tree)))
+            sys.path.insert(0, str(folder))  # which children of `io/child` get, too
             module = compile(tree, str(path), "exec", dont_inherit=True)
             for code in _code_objects(module):
                 if code.co_qualname == mutant.mutation.function:

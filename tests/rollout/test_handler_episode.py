@@ -591,13 +591,8 @@ async def test_the_reason_of_a_reward_is_part_of_the_result(harness: Play) -> No
 @pytest.mark.parametrize(
     "result",
     [
-        ValueError("no"),
-        {"a": object()},
-        {"a": float("nan")},
-        "x" * RESULT_BYTES,
-        SystemExit(),
-        nested(101),
-        nested(100_000),
+        *(ValueError("no"), {"a": object()}, {"a": float("nan")}, "x" * RESULT_BYTES),
+        *(SystemExit(), nested(101), nested(100_000)),
     ],
 )
 async def test_an_invalid_result_costs_no_reward(harness: Play, result: Any) -> None:

@@ -128,11 +128,9 @@ def test_deltas_in_any_order_are_a_prefix_or_nothing(reported: list[tuple[int, i
 @pytest.mark.parametrize(
     "changes",
     [
-        {"logprobs": (-1.0,)},
-        {"versions": ()},
+        *({"logprobs": (-1.0,)}, {"versions": ()}),
         {"versions": (VersionSpan(start=0, end=2, version=3),)},
-        {"versions": (VersionSpan(start=2, end=5, version=3),)},
-        {"generate_s": 1.0},
+        *({"versions": (VersionSpan(start=2, end=5, version=3),)}, {"generate_s": 1.0}),
         {"generate_s": float("nan")},
     ],
 )
@@ -154,10 +152,8 @@ def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]
         (result(3), 0),  # less than was reported
         (result(7, tokens=(1, *TRUTH[1:7])), 0),
         (result(7, logprobs=(-1.0, *logprobs_of(TRUTH[1:7]))), 0),
-        (result(7, logprobs=()), 0),
-        (result(7, versions=()), 0),
-        (result(7, finish=FinishReason.ERROR), 0),
-        (result(0), 0),
+        *((result(7, logprobs=()), 0), (result(7, versions=()), 0)),
+        *((result(7, finish=FinishReason.ERROR), 0), (result(0), 0)),
     ],
 )
 def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(

@@ -644,10 +644,8 @@ async def test_shutdown_kills_environments_and_stores_the_record(
 @pytest.mark.parametrize(
     "script",
     [
-        Script(open=OSError(BAD)),
-        Script(reset=EnvError(BAD)),
-        Script(reset=Observation.of("go", state_key=BAD)),
-        Script(steps=[ValueError(BAD)]),
+        *(Script(open=OSError(BAD)), Script(reset=EnvError(BAD))),
+        *(Script(reset=Observation.of("go", state_key=BAD)), Script(steps=[ValueError(BAD)])),
         Script(steps=[Step.of("on", state_key=BAD), Step(done=True)]),
         Script(steps=[EnvError("x" * 50_000_000)]),
         Script(steps=[Step.of(BAD), Step(done=True)]),

@@ -85,11 +85,8 @@ def test_turns_are_assembled_from_their_records() -> None:
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        (9, [(3, True), (4, True), (2, False)]),
-        (5, [(3, True), (4, True), (2, False)]),
-        (4, [(3, True), (3, False)]),
-        (3, [(3, True), (1, False)]),
-        (2, []),
+        *((9, [(3, True), (4, True), (2, False)]), (5, [(3, True), (4, True), (2, False)])),
+        *((4, [(3, True), (3, False)]), (3, [(3, True), (1, False)]), (2, [])),
     ],
 )
 def test_tokens_of_lost_versions_are_cut_off(

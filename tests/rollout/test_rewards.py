@@ -100,10 +100,8 @@ async def test_a_function_gets_the_conversation_the_task_and_the_reward() -> Non
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("broken", "raised KeyError: 'no such word'"),
-        ("text", "must return a finite number"),
-        ("infinite", "must return a finite number"),
-        ("missing", "has no missing"),
+        *(("broken", "raised KeyError: 'no such word'"), ("text", "must return a finite number")),
+        *(("infinite", "must return a finite number"), ("missing", "has no missing")),
     ],
 )
 async def test_a_function_that_gives_no_number_is_a_failure(name: str, text: str) -> None:
@@ -178,12 +176,9 @@ async def test_a_url_that_is_busy_or_restarts_is_asked_again_with_the_same_key(
         (web.Response, "its answer must be {\"reward\": NUMBER}, got ''"),
         (lambda: web.Response(text="<html>hello"), 'must be {"reward": NUMBER}, got \'<html>'),
         (lambda: web.Response(text='{"reward": NaN}'), "must be"),
-        (lambda: {"reward": "good"}, "must be"),
-        (lambda: {"reward": True}, "must be"),
-        (lambda: {"reward": None}, "must be"),
-        (lambda: {"score": 1}, "must be"),
-        (lambda: [1], "must be"),
-        (lambda: {"reward": 1e13}, "must be at most 1e+12"),
+        *((lambda: {"reward": "good"}, "must be"), (lambda: {"reward": True}, "must be")),
+        *((lambda: {"reward": None}, "must be"), (lambda: {"score": 1}, "must be")),
+        *((lambda: [1], "must be"), (lambda: {"reward": 1e13}, "must be at most 1e+12")),
         (lambda: web.Response(status=401, text="no"), "status 401: no"),
         (lambda: web.Response(status=302, headers={"Location": "/"}), "status 302"),
     ],

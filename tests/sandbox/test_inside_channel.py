@@ -82,10 +82,8 @@ async def test_the_limit_of_the_action_is_sent() -> None:
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("timeout", SandboxTimeoutError),
-        ("refused", SandboxRefusedError),
-        ("failed", SandboxError),
-        ("new", SandboxError),
+        *(("timeout", SandboxTimeoutError), ("refused", SandboxRefusedError)),
+        *(("failed", SandboxError), ("new", SandboxError)),
     ],
 )
 async def test_errors_of_the_sandbox_are_raised(kind: str, error: type[Exception]) -> None:
@@ -150,11 +148,8 @@ async def test_closing_ends_calls() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        pack({"id": 2, "ok": True}),
-        pack({"id": 0, "ok": True}),
-        pack({"id": 1}),
-        pack({"id": 1, "ok": 1}),
-        pack({"id": 1, "ok": False}),
+        *(pack({"id": 2, "ok": True}), pack({"id": 0, "ok": True}), pack({"id": 1})),
+        *(pack({"id": 1, "ok": 1}), pack({"id": 1, "ok": False})),
         pack({"id": 1, "ok": False, "error": 3, "kind": []}),
         pack({"id": 1, "ok": False, "error": "x", "kind": ["timeout"]}),
         pack({"id": 1, "ok": True}) * 2,
@@ -253,8 +248,7 @@ async def test_a_reply_of_an_unexpected_shape(fields: dict[str, object]) -> None
         ("\x1b[1;31mred\x1b[0m", "red"),
         ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "alink"),
         ("\x1bPdevice\x1b\\b\x1b(Bc\x1b=d\x1b7e", "bcde"),
-        ("\x1b[?25l\x1b[2Kprogress\r", "progress\r"),
-        ("a\0b", "a\ufffdb"),
+        *(("\x1b[?25l\x1b[2Kprogress\r", "progress\r"), ("a\0b", "a\ufffdb")),
         ("[31m stays", "[31m stays"),
     ],
 )

@@ -92,11 +92,8 @@ async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython)
 @pytest.mark.parametrize(
     ("cell", "name"),
     [
-        ("def f(:", "SyntaxError"),
-        ("'open", "SyntaxError"),
-        ("  x\n y", "IndentationError"),
-        ("input()", "EOFError"),
-        ("raise SystemExit(3)", "SystemExit"),
+        *(("def f(:", "SyntaxError"), ("'open", "SyntaxError"), ("  x\n y", "IndentationError")),
+        *(("input()", "EOFError"), ("raise SystemExit(3)", "SystemExit")),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("class Bad:\n    def __repr__(self): raise ValueError('no')\nBad()", "ValueError"),
         (
@@ -118,10 +115,8 @@ async def test_the_interpreter_survives_errors(cell: str, name: str, cells: IPyt
 @pytest.mark.parametrize(
     "cell",
     [
-        "while True: pass",
-        "import time; time.sleep(1000)",
-        "import os; os.system('sleep 1000; sleep 1000')",
-        "open('fifo').read()",
+        *("while True: pass", "import time; time.sleep(1000)"),
+        *("import os; os.system('sleep 1000; sleep 1000')", "open('fifo').read()"),
     ],
 )
 async def test_a_cell_out_of_time_is_interrupted_and_names_persist(

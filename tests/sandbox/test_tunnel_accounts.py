@@ -307,16 +307,11 @@ def test_a_request_has_a_maximum_size(sizes: list[int], killed: bool) -> None:
         [{"disconnected": ["1"]}],
         [part("1")],  # type: ignore[arg-type]
         [part(1, more=1)],  # type: ignore[arg-type]
-        [part(1, headers={"authorization": 3})],
-        [part(1, first=False)],
-        [part(-1)],
-        [part(1), part(1)],
-        [part(2), part(1)],
+        *([part(1, headers={"authorization": 3})], [part(1, first=False)], [part(-1)]),
+        *([part(1), part(1)], [part(2), part(1)]),
         [part(2, more=True), {"disconnected": [2]}, part(2)],
-        [part(2, more=True), {"disconnected": [2]}, part(1)],
-        [part(1, more=True), part(2)],
-        [part(1, more=True), part(1)],
-        [part(1, more=True), part(2, first=False)],
+        *([part(2, more=True), {"disconnected": [2]}, part(1)], [part(1, more=True), part(2)]),
+        *([part(1, more=True), part(1)], [part(1, more=True), part(2, first=False)]),
         [part(1, more=True), part(1, first=False), part(1, first=False)],
     ],
 )
@@ -330,15 +325,9 @@ def test_a_sandbox_that_breaks_the_protocol_is_killed(headers: list[dict[str, An
 @pytest.mark.parametrize(
     "url",
     [
-        "https://127.0.0.1:1/v1",
-        "127.0.0.1:1/v1",
-        "http:///v1",
-        "http://user@127.0.0.1:1/v1",
-        "http://127.0.0.1:1/v1?a=b",
-        "http://127.0.0.1:1/v1#a",
-        "http://127.0.0.1:1/a/../v1",
-        "http://127.0.0.1:1/./v1",
-        "http://127.0.0.1:1/a%2fb",
+        *("https://127.0.0.1:1/v1", "127.0.0.1:1/v1", "http:///v1", "http://user@127.0.0.1:1/v1"),
+        *("http://127.0.0.1:1/v1?a=b", "http://127.0.0.1:1/v1#a", "http://127.0.0.1:1/a/../v1"),
+        *("http://127.0.0.1:1/./v1", "http://127.0.0.1:1/a%2fb"),
     ],
 )
 async def test_refuses_invalid_urls(url: str) -> None:

@@ -54,10 +54,7 @@ def logprobs(causal: Any, examples: list[Example]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("qwen2", ALL),
-        ("qwen2", SOME),
-        ("llama", SOME),
-        ("qwen3", ALL),
+        *(("qwen2", ALL), ("qwen2", SOME), ("llama", SOME), ("qwen3", ALL)),
         ("qwen3_moe", ALL),  # its experts are not linear layers
         ("phi3", {"targets": ["qkv_proj"]}),
     ],

@@ -65,14 +65,10 @@ def test_a_host_offers_slots_for_each_amount() -> None:
 @pytest.mark.parametrize(
     ("resource", "kind", "belongs"),
     [
-        ("H20", "NVIDIA H200", False),
-        ("L4", "NVIDIA L40S", False),
-        ("A10", "NVIDIA A100-SXM4-80GB", False),
-        ("00", "NVIDIA A100-SXM4-80GB", False),
-        ("A100", "NVIDIA A100-SXM4-80GB", True),
-        ("A100-SXM4", "NVIDIA A100-SXM4-80GB", True),
-        ("H100 80GB", "NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA L4", "NVIDIA L4", True),
+        *(("H20", "NVIDIA H200", False), ("L4", "NVIDIA L40S", False)),
+        *(("A10", "NVIDIA A100-SXM4-80GB", False), ("00", "NVIDIA A100-SXM4-80GB", False)),
+        *(("A100", "NVIDIA A100-SXM4-80GB", True), ("A100-SXM4", "NVIDIA A100-SXM4-80GB", True)),
+        *(("H100 80GB", "NVIDIA H100 80GB HBM3", True), ("NVIDIA L4", "NVIDIA L4", True)),
         ("H.0", "NVIDIA H20", False),
     ],
 )

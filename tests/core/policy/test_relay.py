@@ -152,12 +152,8 @@ def test_a_large_model_to_many_relays_takes_little_more_than_to_one() -> None:
 @pytest.mark.parametrize(
     ("full_s", "changes_s", "chosen"),
     [
-        (None, None, True),
-        (2.0, None, True),
-        (None, 1.0, False),
-        (2.0, 1.0, True),
-        (1.0, 2.0, False),
-        (1.0, 1.0, True),
+        *((None, None, True), (2.0, None, True), (None, 1.0, False), (2.0, 1.0, True)),
+        *((1.0, 2.0, False), (1.0, 1.0, True)),
     ],
 )
 def test_the_sooner_form_is_sent_and_the_other_one_is_tried_now_and_then(

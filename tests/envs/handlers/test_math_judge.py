@@ -145,6 +145,19 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.submit("3", "3")
 
 
+async def test_no_more_judges_start_than_are_allowed_and_none_is_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(math_judge, "JUDGES", 2)
+    monkeypatch.setattr(math_judge, "WAIT_S", 0.0)
+    monkeypatch.setattr(math_judge._Pool, "_work", lambda pool: None)
+    monkeypatch.setattr(math_judge._shared, "pool", math_judge._Pool())
+    for judges in (1, 2, 2):
+        with pytest.raises(RewardError, match=math_judge._NO_VERDICT):
+            await math_judge.judged("3", "3")
+        assert math_judge._shared.pool._judges == judges
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_has_judges_of_its_own() -> None:
     assert equivalent(r"\frac{\pi}{2}", r"\pi/2").equal

@@ -4,8 +4,12 @@ other clients.
 
 import asyncio
 import contextlib
+import re
+import resource
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -14,6 +18,7 @@ from aiohttp import web
 from rollweave.io.http import listening as module
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
+from rollweave.schema.errors import ConfigError
 
 
 class Gate:
@@ -75,6 +80,46 @@ async def ended(one: socket.socket) -> bool:
     except ConnectionResetError:
         pass
     return True
+
+
+async def test_an_address_is_checked_before_a_server_and_named_by_its_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, rule = "127.0.0.1", "H and P must be a free address of this machine, got"
+    more: dict[str, Any] = {"guard": Guard(token=None), "shutdown_s": 0}
+    with socket.create_server((host, 0)) as taken:
+        port = taken.getsockname()[1]
+        busy = re.escape(f"{rule} {host}:{port}: address already in use")
+        with pytest.raises(ConfigError, match=f"^{busy}$"):
+            module.check_address(host, port, names="H and P")
+        for names, error in (("H and P", ConfigError), (None, OSError)):
+            with pytest.raises(error, match=r"(?i)address already in use"):
+                async with listening(web.Application(), host, port, names=names, **more):
+                    raise AssertionError
+    module.check_address(host, port, names="H and P")
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=unknown))
+    with pytest.raises(ConfigError, match=f"^{rule} a:80: name or service not known$"):
+        module.check_address("a", 80, names="H and P")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="--allow-host"):
+        module.Access(host=host, port=port, names=("a b",)).check()
+    assert module.Access(host=host, port=port).check() is None
+
+
+def test_half_of_the_files_are_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = list[tuple[int, tuple[int, int]]]()
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    none = resource.RLIM_INFINITY
+    for soft, hard, most, raised in (
+        *((1024, 4096, 2048, 4096), (4096, 4096, 2048, 0), (1024, 1 << 20, 1 << 15, 1 << 16)),
+        *((1 << 17, none, 1 << 16, 0), (1024, none, 1 << 15, 1 << 16), (none, none, 1 << 15, 0)),
+    ):
+        limit = {resource.RLIMIT_NOFILE: (soft, hard)}
+        monkeypatch.setattr(resource, "getrlimit", limit.__getitem__)
+        assert module._half_of_the_files() == most
+        assert limits == ([(resource.RLIMIT_NOFILE, (raised, hard))] if raised else [])
+        limits.clear()
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])

@@ -21,12 +21,8 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(
     "rubbish",
     [
-        b"",
-        b"{",
-        b"3\n[1]\nnull\n",
-        b"\xff\xfe[",
-        b'{"kind": "new"}\n{"ph": "X"}\n{"ph": "M"}\n',
-        b"[" * 200_000,
+        *(b"", b"{", b"3\n[1]\nnull\n", b"\xff\xfe["),
+        *(b'{"kind": "new"}\n{"ph": "X"}\n{"ph": "M"}\n', b"[" * 200_000),
     ],
 )
 @pytest.mark.parametrize("name", ["metrics", "summary", "trace", "config"])

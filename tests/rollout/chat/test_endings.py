@@ -173,11 +173,8 @@ def test_what_would_depend_on_earlier_turns_is_refused(make: Make) -> None:
 @pytest.mark.parametrize(
     ("template", "kinds"),
     [
-        ("chatml", []),
-        ("qwen3", ["thoughts"]),
-        ("deepseek_r1", ["the openings of turns"]),
-        ("mistral_v3", ["system messages", "tools"]),
-        ("llama3_tools", []),
+        *(("chatml", []), ("qwen3", ["thoughts"]), ("deepseek_r1", ["the openings of turns"])),
+        *(("mistral_v3", ["system messages", "tools"]), ("llama3_tools", [])),
     ],
 )
 def test_what_a_template_rewrites_is_known(make: Make, template: str, kinds: list[str]) -> None:

@@ -77,9 +77,7 @@ def test_parsing_any_text_loses_nothing(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "<tool_call>",
-        "<tool_call>\nadd(2, 3)\n</tool_call>",
-        "<tool_call>[]</tool_call>",
+        *("<tool_call>", "<tool_call>\nadd(2, 3)\n</tool_call>", "<tool_call>[]</tool_call>"),
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": "2"}</tool_call>',

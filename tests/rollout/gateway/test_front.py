@@ -34,7 +34,7 @@ from rollweave.rollout.gateway.responses import ChatReply, ReplyHead
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, Sampling
 from tests.support.real_gateway import CONTEXT, engine
-from tests.support.scripted_gateway import TOOL
+from tests.support.scripted_gateway import TOOL, check_refusal
 
 TOKEN = "secret-of-the-front"
 ASK: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
@@ -225,6 +225,14 @@ def test_an_aborted_turn_is_told_to_those_who_ask_for_token_ids(ids: bool, word:
     )
     body = api.response(ReplyHead(id="a", created=0, model="m"), reply, chat)
     assert body["choices"][0]["finish_reason"] == word
+
+
+@pytest.mark.parametrize("name", ["return_token_ids", "return_tokens_as_token_ids", "logprobs"])
+def test_completions_of_a_session_are_refused_what_it_does_not_know(name: str) -> None:
+    parse, body = CompletionsApi(TextCodec(None), served=False).parse, {"prompt": [5], name: 1}
+    asked = body | ({} if name == "logprobs" else {name: True, "stream": True})
+    check_refusal(parse, asked, name)
+    assert parse(json.dumps(asked | {"stream": False, "temperature": 0}).encode()).prompt == (5,)
 
 
 def test_prompts_of_a_million_token_ids_are_read_and_longer_ones_refused() -> None:

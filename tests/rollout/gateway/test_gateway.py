@@ -466,20 +466,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "tool_choice",
     ),
-    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
     ({"chat_template_kwargs": {"a": 1}, "enable_thinking": 3}, "enable_thinking"),
     (
         {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True},
         "enable_thinking",
     ),
     ({"reasoning_effort": 7}, "reasoning_effort"),
-    ({"stream_options": {"include_more": True}}, "stream_options"),
+    ({"stream_options": {"include_more": True}}, "stream_options.include_more"),
     (
         {
             "tools": [TOOL],
             "tool_choice": {"type": "function", "function": {"name": "add"}, "mode": "auto"},
         },
-        "tool_choice",
+        "tool_choice.mode",
     ),
     (
         {"messages": [USER, {"role": "assistant", "content": "x", "reasoning_content": "y"}]},

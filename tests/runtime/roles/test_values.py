@@ -48,10 +48,8 @@ def test_values_arrive_as_annotated() -> None:
 @pytest.mark.parametrize(
     "array",
     [
-        np.array(2.5, dtype="float16"),
-        np.empty((0, 3), dtype="int8"),
-        np.arange(24, dtype=">i4").reshape(2, 3, 4).T,
-        np.array(["one", "three"]),
+        *(np.array(2.5, dtype="float16"), np.empty((0, 3), dtype="int8")),
+        *(np.arange(24, dtype=">i4").reshape(2, 3, 4).T, np.array(["one", "three"])),
         np.array([True, False]),
     ],
     ids=str,
@@ -73,11 +71,8 @@ def test_results_arrive_as_annotated() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (object(), "got object"),
-        (1 << 70, "ints"),
-        (np.array([object()]), "got ndarray"),
-        (np.zeros(2, dtype=[("a", "i4")]), "got ndarray"),
-        (lambda: None, "got function"),
+        *((object(), "got object"), (1 << 70, "ints"), (np.array([object()]), "got ndarray")),
+        *((np.zeros(2, dtype=[("a", "i4")]), "got ndarray"), (lambda: None, "got function")),
     ],
     ids=["object", "integer", "objects", "records", "function"],
 )

@@ -299,11 +299,8 @@ def test_ranks_fill_the_shares_in_proportion(sizes: list[int], active: int) -> N
 @pytest.mark.parametrize(
     ("sizes", "rank", "active", "text"),
     [
-        ([], 0, 1, "sizes"),
-        ([0], 0, 1, "sizes"),
-        ([2, -1], 0, 1, "sizes"),
-        ([1], 1, 1, "rank"),
-        ([1], -1, 1, "rank"),
+        *(([], 0, 1, "sizes"), ([0], 0, 1, "sizes"), ([2, -1], 0, 1, "sizes")),
+        *(([1], 1, 1, "rank"), ([1], -1, 1, "rank")),
     ],
 )
 def test_refuses_invalid_ranks(sizes: list[int], rank: int, active: int, text: str) -> None:
