@@ -70,7 +70,7 @@ BUDGETS = (
         300,
         300,
     ),
-    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 105_500, 90_000),
+    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 105_850, 90_000),
 )
 
 
