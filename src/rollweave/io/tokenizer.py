@@ -230,6 +230,8 @@ def _is_name(name: str, value: Any) -> bool:
 
 
 def _merged(tokens: Any, more: Any) -> Any:
+    if not more:
+        return tokens
     if isinstance(more, dict):
         return {**(tokens if isinstance(tokens, dict) else {}), **more}
     known = {_text(token) for token in tokens}
