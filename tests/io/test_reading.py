@@ -132,7 +132,7 @@ def test_lines_are_read(tmp_path: Path, data: bytes, expected: object) -> None:
         (b'[{"a": 1}]', r"a\.jsonl:1: must be a JSON object: TypeError: got \[\{"),
         (b'"a"', r"a\.jsonl:1: must be a JSON object"),
         (b"\x1f\x8b\x08\x00", "options.path must be a file of JSON lines, .* is a gzip file"),
-        (b"PAR1\x15\x04", "is a Parquet file, which docs/DATASETS.md converts"),
+        (b"PAR1\x15\x04", 'is a Parquet file, which env = "dataset" reads'),
         ('{"a": 1}'.encode("utf-16"), "is text in UTF-16"),
     ],
 )

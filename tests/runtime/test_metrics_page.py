@@ -36,7 +36,11 @@ STRUCTS = {
 """Sections whose keys are exactly the fields of a struct."""
 
 SOURCES = {
-    "step": ("runtime/metrics.py", "record/summary.py", "rollweave_sim/run.py"),
+    "step": (
+        "runtime/metrics.py",
+        "record/summary.py",
+        "../../packages/sim/src/rollweave_sim/run.py",
+    ),
     "trainer": (
         "train/update.py",
         "train/critic.py",
@@ -54,7 +58,7 @@ SOURCES = {
         "runtime/metrics.py",
         "runtime/launch.py",
         "runtime/world.py",
-        "rollweave_sim/run.py",
+        "../../packages/sim/src/rollweave_sim/run.py",
     ),
 }
 """The modules that write the keys of all other sections."""
