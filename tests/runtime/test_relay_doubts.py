@@ -65,6 +65,10 @@ class Bench:
         )
         self._logs = directory / "logs"
 
+    def account(self) -> object:
+        """Return what the core knows about relays, for a test that fails."""
+        return self.core.state.mechanisms["relays"], self.fetches, self.restarted
+
     def _open(
         self, spawn: Spawn, spec: RelaySpec, suspected: OnSuspected, stalled: OnStalled
     ) -> RelayLink:
@@ -194,7 +198,7 @@ async def test_if_all_relays_hang_all_continue_later(tmp_path: Path) -> None:
             await bench.publish(memory)
             for relay in bench.links:
                 bench.signal(relay, signal.SIGCONT)
-            await until(lambda: bench.have(0, *bench.links))
+            await until(lambda: bench.have(0, *bench.links), bench.account)
             assert bench.restarted == []
 
 
@@ -203,7 +207,7 @@ async def test_parts_of_several_hosts_reach_all_of_them(tmp_path: Path) -> None:
     with versions(1, first=0) as (whole,), parts_of(whole, COUNT - 1) as parts:
         async with running(tmp_path) as bench:
             await bench.publish(parts)
-            await until(lambda: bench.have(0, *bench.links))
+            await until(lambda: bench.have(0, *bench.links), bench.account)
             for host in range(COUNT):
                 manifest = bench.manifests.on_host(host, 0)
                 assert manifest is not None

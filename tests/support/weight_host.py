@@ -5,12 +5,13 @@ control step by step.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import xxhash
 
 from rollweave.schema.weights import (
@@ -268,9 +269,12 @@ async def tapped(
         await listener.close()
 
 
-async def until(condition: object) -> None:
-    """Wait until `condition()` holds."""
+async def until(condition: object, account: Callable[[], object] = str) -> None:
+    """Wait until `condition()` holds; fail with `account()` if that takes too long."""
     assert callable(condition)
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (the condition has no event)
-            await asyncio.sleep(0.005)
+    try:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 (the condition has no event)
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pytest.fail(f"not within 30 s: {account()}")
