@@ -28,6 +28,7 @@ from rollweave.schema.serving import (
     VersionSpan,
 )
 from tests.support.chats import bpe
+from tests.support.engines import limit_compilation
 from tests.support.properties import examples
 from tests.support.real_gateway import checkpoint, engine, load
 from tests.support.tiny_models import oracle_logprobs
@@ -273,10 +274,13 @@ async def test_a_constrained_turn_resumes_and_ends_without_a_stop_token(director
     assert refused[1].error.startswith("sampling.constraint cannot be constrained: look")
 
 
-async def test_turns_go_on_while_a_grammar_is_compiled(directory: Path) -> None:
+async def test_turns_go_on_while_a_grammar_is_compiled(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pattern takes longer than its bound: it is refused, once all others are done,
     constrained ones among them.
     """
+    limit_compilation(monkeypatch)
     hostile = constrained(regex("a?" * 16_000))
     beside = [Sampling(max_tokens=30, seed=1), constrained(regex("[ab]{3}"), stop_token_ids=())]
     ended = list[str]()

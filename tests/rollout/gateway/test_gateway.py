@@ -24,7 +24,6 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParamsBase
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.engine.matchers import Matchers
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
 from rollweave.rollout.gateway import answering, fields
 from rollweave.rollout.gateway.answering import MAX_BODY
@@ -42,6 +41,7 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.work import SegmentKind
 from tests.support.chats import codec
+from tests.support.engines import limit_compilation
 from tests.support.properties import examples
 from tests.support.scripted_gateway import (
     CALL,
@@ -608,8 +608,7 @@ async def test_a_form_that_cannot_be_constrained_is_refused_by_its_field(
     """Also one whose compilation takes too long, and the turns of other sessions go on
     meanwhile.
     """
-    # fast machines compile each form within the limit of a run
-    monkeypatch.setitem(Matchers.__init__.__kwdefaults__, "begin_s", 0.3)
+    limit_compilation(monkeypatch)
     script = Script()
     bodies: dict[str, dict[str, Any]] = {
         CHAT: ask(),
