@@ -196,3 +196,10 @@ def test_a_full_disk_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch
     code, _, (line,) = invoke("train", write())
     assert code == 2
     assert line.startswith("error: model.path must fit on the disk of HF_HOME (")
+
+
+def test_a_problem_that_is_not_known_is_one_line(hub: HubServer) -> None:
+    Path("cache").write_text("a file in the place of the folder")
+    code, _, (line,) = invoke("train", write())
+    assert code == 2
+    assert line.startswith(f"error: model.path must be readable, got '{NAME}': "), line

@@ -161,6 +161,6 @@ def test_names_are_those_that_packages_announce(
     Jsonl(path=str(path), reward="exact")
     with pytest.raises(ConfigError, match=r"must be one of code, exact, .* \(did you mean math"):
         Jsonl(path=str(path), reward="maths")
-    monkeypatch.setattr(jsonl, "entry_points", lambda group: ())
+    monkeypatch.setattr("rollweave.envs.registry.entry_points", lambda group: ())
     with pytest.raises(ConfigError, match=r"options\.reward 'exact' needs the package rollweave"):
         jsonl._named("exact")

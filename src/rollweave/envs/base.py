@@ -14,9 +14,10 @@ receive the options of the `[[tasks]]` entry:
 
 - `make_task(*, index, seed, split, options) -> Task`: task number `index`, equal for
   equal arguments. Without it every task is only a random seed.
-- `prepare(options) -> Options`: called once before a run, without a limit of time, to
-  download what its tasks need, for example; returns the options with which the run goes
-  on and which it records, so that what may change, such as a revision, is determined.
+- `prepare(options) -> Options`: called before each start and each dry run, perhaps
+  twice and with its own result, to download what its tasks need, for example; may take
+  long; returns the options with which the run goes on and which it records, so that
+  what may change, such as a revision, is determined.
 - `words(options) -> Sequence[str]`: the vocabulary that a word-level tokenizer needs,
   so that observations and actions are sequences of whole words.
 - `transcript(rng, options) -> Sequence[Message]`: one scripted conversation for the

@@ -10,7 +10,6 @@ import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from rollweave.envs.base import (
@@ -23,7 +22,7 @@ from rollweave.envs.base import (
     payload_of,
     split_of,
 )
-from rollweave.envs.registry import DISTRIBUTION, REWARDS, load
+from rollweave.envs.registry import DISTRIBUTION, REWARDS, announced_in, load
 from rollweave.io.extras import without_distribution
 from rollweave.io.http.messages import read_messages
 from rollweave.io.json_lines import json_lines
@@ -285,7 +284,7 @@ def _reward(reference: str) -> Any:
 
 def _named(reward: str) -> str:
     """Return the `package.module:function` that a package announces by this name."""
-    announced = {entry.name: entry.value for entry in entry_points(group=REWARDS)}
+    announced = announced_in(REWARDS)
     if ":" in reward or reward in announced:
         return announced.get(reward, reward)
     if not announced:

@@ -173,14 +173,14 @@ def names() -> list[str]:
     """Return the names that are built in or registered by an installed package, and so
     need no module.
     """
-    return sorted({*BUILT_IN, *_announced()})
+    return sorted({*BUILT_IN, *announced_in(*ENTRY_POINTS)})
 
 
 def reference_of(name: str) -> str:
     """Return the `package.module:Class` that is called `name`. Raises ConfigError."""
     if name in BUILT_IN or ":" in name:
         return BUILT_IN.get(name, name)
-    announced = _announced()
+    announced = announced_in(*ENTRY_POINTS)
     if name in DISTRIBUTED and name not in announced:
         raise without_distribution(f"environment {name!r}", DISTRIBUTION)
     if name not in announced:
@@ -192,10 +192,9 @@ def reference_of(name: str) -> str:
     return announced[name]
 
 
-def _announced() -> dict[str, str]:
-    return {
-        entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)
-    }
+def announced_in(*groups: str) -> dict[str, str]:
+    """Return the references that packages announce in these groups, by name."""
+    return {entry.name: entry.value for group in groups for entry in entry_points(group=group)}
 
 
 def _is_ours(reference: str) -> bool:

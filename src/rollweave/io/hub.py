@@ -120,9 +120,13 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
                     done.result()
         snapshot = hub.snapshot_download(name, revision=revision, **patterns)
     except Exception as error:
-        said = problem(
-            error, field=field, got=path, kind="model", name=name, revision=revision or "main"
+        said = (
+            problem(
+                error, field=field, got=path, kind="model", name=name, revision=revision or "main"
+            )
+            or f"{field} must be readable, got {path!r}: {type(error).__name__}: {error}"
         )
+        said = " ".join(said.split())
         raise ConfigError(f"{said} (nor is there a folder of this name)") from error
     return f"{name}@{Path(snapshot).name}"
 
@@ -172,7 +176,7 @@ def problem(
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and those that led to it."""
+    """Yield the error, and the errors that led to it."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

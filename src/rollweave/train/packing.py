@@ -97,12 +97,13 @@ def pack(examples: Sequence[Example]) -> Packed:
     tokens[every] = torch.cat(
         [e.tokens[:length] for e, length in zip(examples, lengths, strict=True)]
     )
-    predicting = [e.targets - 1 for e in examples]
+    places = [e.targets - 1 for e in examples]
+    predicting = [own[at] for own, at in zip(rows, places, strict=True)]
     return Packed(
         tokens=tokens,
         keys=_grid([torch.arange(length) for length in lengths], rows, count),
-        queries=_grid(predicting, [own[at] for own, at in zip(rows, predicting, strict=True)]),
-        predicting=torch.cat([own[at] for own, at in zip(rows, predicting, strict=True)]),
+        queries=_grid(places, predicting),
+        predicting=torch.cat(predicting),
         labels=torch.cat([e.tokens[e.targets] for e in examples]),
         longest=max(lengths),
         routes=_packed_routes(examples, lengths),
@@ -179,16 +180,17 @@ def split_micro_batches(
     """Divide sequences into micro-batches of at most `max_tokens` (or one longer
     sequence); return their indices.
 
-    Sequences stand in one micro-batch with those that begin alike, or with those of
-    similar lengths, whichever costs less. A token that several sequences have in common
-    counts once, and half for each further sequence: attention keeps it for each.
+    Sequences stand in one micro-batch with sequences that begin alike, or with
+    sequences of similar lengths, whichever costs less. A token that several sequences
+    have in common counts once, and half for each further sequence: attention keeps it
+    for each.
     """
     arrays = [sequence.numpy() for sequence in tokens]
     lengths = [len(array) for array in arrays]
     by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
     plans = [_filled(((index, 0) for index in by_length), lengths, max_tokens)]
     if share and len(lengths) > 1:
-        alike = itertools.chain(*_families(arrays, lengths))
+        alike = itertools.chain(*_families(arrays))
         plans.append(_filled(alike, lengths, max_tokens))
     costs = [sum(_cost(arrays, micro, share) for micro in plan) for plan in plans]
     return plans[costs.index(min(costs))]
@@ -198,27 +200,23 @@ def families(tokens: Sequence[torch.Tensor]) -> list[tuple[list[int], int]]:
     """Return the indices of the sequences of each family, which have more than half of
     a sequence in common, and the number of different tokens of the family.
     """
-    arrays = [sequence.numpy() for sequence in tokens]
-    lengths = [len(array) for array in arrays]
     return [
-        ([i for i, _ in family], lengths[family[0][0]] + sum(lengths[i] - n for i, n in family[1:]))
-        for family in _families(arrays, lengths)
+        ([index for index, _ in family], sum(len(tokens[index]) - n for index, n in family))
+        for family in _families([sequence.numpy() for sequence in tokens])
     ]
 
 
-def _families(
-    arrays: Sequence[npt.NDArray[np.int64]], lengths: Sequence[int]
-) -> list[list[tuple[int, int]]]:
+def _families(arrays: Sequence[npt.NDArray[np.int64]]) -> list[list[tuple[int, int]]]:
     """Return families with the length of each sequence's common beginning with the one
     before it in its family; families of short sequences first.
     """
     found: list[list[tuple[int, int]]] = []
     for index, common in _shared(arrays, range(len(arrays))):
-        if not found or 2 * common <= min(lengths[index], lengths[found[-1][-1][0]]):
+        if not found or 2 * common <= min(len(arrays[index]), len(arrays[found[-1][-1][0]])):
             found.append([(index, 0)])
         else:
             found[-1].append((index, common))
-    return sorted(found, key=lambda family: max(lengths[index] for index, _ in family))
+    return sorted(found, key=lambda family: max(len(arrays[index]) for index, _ in family))
 
 
 def _filled(

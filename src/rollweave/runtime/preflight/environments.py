@@ -93,6 +93,11 @@ class Domain(Struct, frozen=True, kw_only=True):
     tools: tuple[str, ...] = ()
     """Tools that are offered to the agent, as its chat template shows them."""
 
+    @property
+    def index(self) -> int:
+        """The domain's place in `[[tasks]]`."""
+        return int(self.name.rpartition(".")[2])
+
 
 class Declared(Struct, frozen=True, kw_only=True):
     """The declarations of the task domains that a run needs at its start: the words of
@@ -171,11 +176,16 @@ def examine_domain(
 
 def as_prepared(config: RunConfig, domains: Iterable[Domain]) -> RunConfig:
     """Return the configuration with the options that `prepare` returned."""
-    tasks = list(config.tasks)
     for domain in domains:
         if domain.prepared is not None:
-            index = int(domain.name.rpartition(".")[2])
-            tasks[index] = tasks[index].model_copy(update={"options": domain.prepared})
+            config = with_options(config, domain, domain.prepared)
+    return config
+
+
+def with_options(config: RunConfig, domain: Domain, options: dict[str, Any]) -> RunConfig:
+    """Return the configuration with other options of a task domain."""
+    tasks = list(config.tasks)
+    tasks[domain.index] = tasks[domain.index].model_copy(update={"options": options})
     return config.model_copy(update={"tasks": tuple(tasks)})
 
 

@@ -26,7 +26,7 @@ from rollweave.runtime.preflight.checks import (
     refusing,
     warn,
 )
-from rollweave.runtime.preflight.environments import Domain
+from rollweave.runtime.preflight.environments import Domain, with_options
 from rollweave.runtime.preflight.layout import COMFORT, Layout, check_fit, check_layout, lay_out
 from rollweave.runtime.preflight.prompts import (
     check_tokens,
@@ -122,12 +122,9 @@ def without_overlong(
         measured.add(domain.name)
         if not overlong:
             continue
-        index = int(domain.name.rpartition(".")[2])
-        tasks = list(config.tasks)
-        options = tasks[index].options
-        options = {**options, "left_out": [*options.get("left_out", ()), *overlong]}
-        tasks[index] = tasks[index].model_copy(update={"options": options})
-        config = config.model_copy(update={"tasks": tuple(tasks)})
+        options = config.tasks[domain.index].options
+        left_out = [*options.get("left_out", ()), *overlong]
+        config = with_options(config, domain, {**options, "left_out": left_out})
         checks.append(
             warn(
                 LEFT_OUT,
