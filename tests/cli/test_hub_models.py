@@ -70,12 +70,15 @@ def test_a_model_is_fetched_once_and_its_commit_kept(
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    hub.repositories["models"][NAME] = {"main": {"config.json": b"{}"}}
+    hub.repositories["models"][NAME] = {"main": {"a.json": b"{}", "model.safetensors": b"a"}}
     asked = len(hub.requests)
     assert names.fetched(path) == path
     assert len(hub.requests) == asked, "what is there needs no network"
     assert names.fetched(NAME) != path
     assert names.folder("a/folder") == Path("a/folder")
+    Path("org").mkdir()
+    assert names.fetched(path) == path, "a name with its commit is no folder's"
+    assert not names.is_hub_name(f"{NAME}@refs/pr/1")
 
 
 @pytest.mark.parametrize("folder", ["org/small", "org"])
@@ -92,7 +95,7 @@ def test_a_dry_run_needs_no_weights_and_a_run_fetches_them(hub: HubServer) -> No
     code, text, errors = invoke("train", path, "--dry-run")
     assert (code, errors) == (0, [])
     assert "weights not checked: they are fetched when the run starts" in " ".join(text.split())
-    assert not hub.asked("safetensors")
+    assert {request.method for request in hub.asked("safetensors")} == {"HEAD"}
     assert not list(Path("runs").glob("*"))
     code, text, errors = invoke("train", path, "--inproc")
     assert code == 0, errors
@@ -103,6 +106,7 @@ def test_a_dry_run_needs_no_weights_and_a_run_fetches_them(hub: HubServer) -> No
 
     # the name means another commit now, but the run goes on with its model
     hub.repositories["models"][NAME] = {"main": {"config.json": b"{}"}}
+    write(f"{NAME}@main")
     code, text, errors = invoke("train", path, "--resume", "--inproc", "--set", "run.steps=2")
     assert code == 0, errors
     hub.status = 500
@@ -125,7 +129,6 @@ def test_a_partial_download_is_continued(hub: HubServer, monkeypatch: pytest.Mon
     bodies = [request for request in hub.requests if request.method == "GET"]
     (again,) = (request for request in bodies if "model.safetensors" in request.path)
     assert again.headers["Range"].startswith("bytes=")
-    assert not any("tokenizer" in request.path for request in bodies)
 
 
 NOR = "(nor is there a folder of this name)"
@@ -185,7 +188,18 @@ def test_no_network_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
     hub.status = 503
     code, _, (line,) = invoke("train", write())
     assert code == 2
-    assert f"got '{NAME}' (it answered with status 503); the next attempt continues" in line
+    assert f"which answered with status 503, got '{NAME}'; the next attempt continues" in line
+
+
+def test_a_model_without_safetensors_is_one_line(hub: HubServer, files: dict[str, bytes]) -> None:
+    others = {name: content for name, content in files.items() if name != "model.safetensors"}
+    hub.repositories["models"][NAME] = {"main": others}
+    write()
+    rule = "model.path must be a model with weights in *.safetensors"
+    has = f"got '{NAME}', which has pytorch_model.bin"
+    for command in (["train", "small.toml"], ["train", "small.toml", "--dry-run"]):
+        assert invoke(*command) == (2, "", [f"error: {rule}, {has}"])
+    assert not hub.asked("pytorch_model.bin")
 
 
 def test_a_full_disk_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -62,6 +63,10 @@ class HubServer:
         self.broken: dict[str, int] = {}
         self.status = 0
         """Status with which every request is answered, if it is not 0."""
+        self.storage = ""
+        """Address to which the hub refers for files, if it is not empty."""
+        self.expired = set[str]()
+        """Names of the files whose next request at the storage is refused."""
         self.requests: list[Request] = []
         self._is_closed = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -139,6 +144,13 @@ class HubServer:
             "X-Repo-Commit": commit_of(files),
             "Accept-Ranges": "bytes",
         }
+        is_stored = request.headers.get("Host", "") in self.storage
+        if self.storage and not is_stored:
+            named = {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(len(content))}
+            return 302, headers | named | {"Location": self.storage + request.path}, b""
+        if Path(file).name in self.expired:
+            self.expired.remove(Path(file).name)
+            return 403, {}, b"expired"
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if wanted is None:
             return 200, headers, content

@@ -3,10 +3,14 @@ fails.
 """
 
 import errno
+import fcntl
 import os
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,8 @@ from huggingface_hub import constants
 
 from rollweave.envs.base import Split
 from rollweave.io import hub as downloads
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.checkpoints import with_former_commits
 from rollweave.runtime.preflight.dryrun import plan
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -167,11 +173,13 @@ def test_a_token_opens_a_gated_data_set_and_is_sent_to_the_hub_alone(
     url = f"{hub.url}/datasets/openai/gsm8k/resolve/{commit}/README.md"
     for number, location in enumerate((url, url.replace("127.0.0.1", "localhost"))):
         with open(tmp_path / str(number), "ab") as unfinished:
-            downloads._append(location, url, unfinished, SimpleNamespace(update=bool))
+            downloads._append(
+                location, url, unfinished, SimpleNamespace(update=bool), threading.Event()
+            )
     assert ["Authorization" in one.headers for one in hub.requests] == [True, False]
 
 
-def test_a_run_goes_on_with_the_commit_that_was_checked(hub: HubServer) -> None:
+def test_a_run_goes_on_with_the_commit_that_was_checked(hub: HubServer, tmp_path: Path) -> None:
     task = {"env": "dataset", "tag": "a", "max_turns": 1, "max_tokens": 512, "options": OPTIONS}
     config = RunConfig.model_validate(
         {
@@ -183,7 +191,74 @@ def test_a_run_goes_on_with_the_commit_that_was_checked(hub: HubServer) -> None:
     )
     examined = plan(config, deep=False)
     commit = commit_of(hub.repositories["datasets"]["openai/gsm8k"]["main"])
-    assert examined.config.tasks[0].options == {**OPTIONS, "path": f"openai/gsm8k@{commit}"}
+    pinned = {**OPTIONS, "path": f"openai/gsm8k@{commit}"}
+    assert examined.config.tasks[0].options == pinned
+
+    # a run that resumes keeps it, even if its file names a branch by now
+    run = RunDir(tmp_path / "a")
+    run.path.mkdir()
+    run.write_config(examined.config)
+    for path in ("openai/gsm8k", "openai/gsm8k@main"):
+        again = change(config, path, tmp_path)
+        assert with_former_commits(again).tasks[0].options == pinned
+    other = change(config, "openai/gsm8k@" + "0" * 40, tmp_path)
+    assert with_former_commits(other) == other
+
+
+def change(config: RunConfig, path: str, runs: Path) -> RunConfig:
+    """Return the configuration of the same run with another name of its data set."""
+    run = config.run.model_copy(update={"dir": str(runs)})
+    task = config.tasks[0].model_copy(update={"options": {**OPTIONS, "path": path}})
+    return config.model_copy(update={"run": run, "tasks": (task,)})
+
+
+def test_one_failure_ends_all_downloads(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other files of the pool stop in the middle, and the others do not begin."""
+    begun: list[str] = []
+    waits = threading.Barrier(2, timeout=60)
+
+    def append(location: str, url: str, unfinished: Any, progress: Any, ended: Any) -> None:
+        begun.append(location)
+        waits.wait()
+        if "train-0" in location:
+            raise PermissionError("the disk refuses")
+        assert ended.wait(60)
+
+    monkeypatch.setattr(downloads, "_append", append)
+    monkeypatch.setattr(downloads, "DOWNLOADS", 2)
+    files = hub.repositories["datasets"]["openai/gsm8k"]["main"]
+    names = sorted(
+        (name for name in files if "parquet" in name), key=lambda name: "train-0" in name
+    )
+    wanted = [(commit_of(files), name) for name in (names[0], names[-1], *names[1:-1])]
+    with pytest.raises(PermissionError, match="the disk refuses"):
+        downloads.download("dataset", "openai/gsm8k", wanted)
+    assert len(begun) == 2
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.parquet"))
+
+
+def test_an_address_that_has_expired_is_asked_for_again(hub: HubServer) -> None:
+    hub.storage = hub.url.replace("127.0.0.1", "localhost")
+    hub.expired.add("train-0.parquet")
+    Dataset.prepare(OPTIONS)
+    asked = [one.method for one in hub.asked("main/train-0.parquet")]
+    assert asked[:4] == ["HEAD", "GET", "HEAD", "GET"]
+
+
+def test_a_download_waits_for_another_process_which_the_user_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = queue.SimpleQueue[str]()
+    monkeypatch.setattr(downloads, "PAUSE_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put))
+    file = tmp_path / "unfinished"
+    with ThreadPoolExecutor(1) as pool, open(file, "ab") as own:
+        with open(file, "ab") as others:
+            fcntl.flock(others, fcntl.LOCK_EX)
+            locked = pool.submit(downloads._locked, own, "a.parquet", threading.Event())
+            text = said.get(timeout=60)
+        assert locked.result(60)
+    assert text == "waiting for another process, which downloads a.parquet"
 
 
 def test_no_network_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +273,7 @@ def test_no_network_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_hub_that_fails_is_one_line(hub: HubServer) -> None:
     hub.status = 500
-    with pytest.raises(ConfigError, match=r"cannot be reached, .*answered with status 500\)"):
+    with pytest.raises(ConfigError, match=r"which answered with status 500, got"):
         Dataset.prepare(OPTIONS)
 
 
@@ -207,8 +282,8 @@ def test_a_full_disk_is_one_line_and_the_download_goes_on(
 ) -> None:
     append = downloads._append
 
-    def full(location: str, url: str, unfinished: Any, progress: Any) -> None:
-        append(location, url, unfinished, progress)
+    def full(location: str, url: str, unfinished: Any, *others: Any) -> None:
+        append(location, url, unfinished, *others)
         unfinished.truncate(100)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

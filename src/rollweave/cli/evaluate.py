@@ -16,7 +16,7 @@ from rich.table import Table
 from rollweave.cli.console import err, out
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
-from rollweave.io.hub import fetched, folder
+from rollweave.io.hub import PINNED, fetched, folder
 from rollweave.record.summary import Summary
 from rollweave.runtime import launch
 from rollweave.runtime.checkpoints import with_model
@@ -86,7 +86,7 @@ def subject_of(
     """
     path = Path(target)
     if env is not None:
-        return _of_checkpoint(folder(fetched(target, field="CHECKPOINT")), env, overrides)
+        return _of_checkpoint(fetched(target, field="CHECKPOINT"), env, overrides)
     if os.path.isfile(target) or path.suffix == ".toml":  # Path.is_file raises for long names
         return _of_file(path, overrides)
     if os.path.isfile(path / "config.json") and not os.path.exists(path / "config.toml"):
@@ -109,17 +109,19 @@ def step_of_run(config: RunConfig, directory: Path, step: int, model: Path) -> S
     )
 
 
-def _of_checkpoint(path: Path, env: str, overrides: Sequence[str]) -> Subject:
+def _of_checkpoint(target: str, env: str, overrides: Sequence[str]) -> Subject:
+    path, named = folder(target), PINNED.fullmatch(target)
+    short = f"{Path(named[1]).name}-{named[2][:7]}" if named is not None else path.resolve().name
     if not os.path.isfile(path / "config.json"):
         raise ConfigError(
             f"with --env, CHECKPOINT must be a folder with a config.json, got {str(path)!r}"
         )
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{path.resolve().name}-{env}").strip("-.")
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{short}-{env}").strip("-.")
     text = tomli_w.dumps(
         {"run": {"name": name}, "model": {"path": str(path)}, "tasks": [{"env": env}]}
     )
     config = loads(text, overrides, name="--env")
-    return Subject(str(path), config, path, Path(config.run.dir), config.run.name)
+    return Subject(target, config, path, Path(config.run.dir), config.run.name)
 
 
 def _of_file(path: Path, overrides: Sequence[str]) -> Subject:

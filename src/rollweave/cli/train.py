@@ -27,7 +27,7 @@ from rollweave.record.summary import (
     workers_line,
 )
 from rollweave.runtime import launch
-from rollweave.runtime.checkpoints import Checkpoints, with_former_commit, with_model
+from rollweave.runtime.checkpoints import Checkpoints, with_former_commits, with_model
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, forced, must_pass, show
 from rollweave.runtime.preflight.environments import Declared
@@ -71,7 +71,7 @@ def resolve(
             "model must be given for training, got only [sim]; to simulate this file, use "
             f"`rollweave simulate {named}`"
         )
-    return with_former_commit(config) if resume else config, resume
+    return with_former_commits(config) if resume else config, resume
 
 
 def train_quietly(

@@ -20,9 +20,10 @@ import os
 import re
 import shutil
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -72,10 +73,12 @@ WHAT = {"model": "a model", "dataset": "a data set"}
 
 def is_hub_name(path: str) -> bool:
     """Return whether `path` names a model of the hub: no file has this name, and no
-    folder its first part.
+    folder the name of the organization, unless `path` has a commit.
     """
-    is_name = NAME.fullmatch(path) is not None
-    return is_name and not os.path.exists(path) and not Path(path).parent.exists()
+    match = NAME.fullmatch(path)
+    if match is None or os.path.exists(path):
+        return False
+    return PINNED.fullmatch(path) is not None or not Path(match["name"]).parent.exists()
 
 
 def folder(path: str) -> Path:
@@ -102,23 +105,31 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
     hub = _hub()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    patterns = {
-        "allow_patterns": [*NEEDED, *([WEIGHTS] if weights else [])],
-        "ignore_patterns": list(NOT_NEEDED),
-    }
+    needed = [*NEEDED, WEIGHTS]
     name, revision = match["name"], match["revision"]
+
+    def snapshot(patterns: list[str], **how: Any) -> Any:
+        ignored = list(NOT_NEEDED)
+        return hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored, **how
+        )
+
     try:
         # without the network, the library answers from the cache, or says what is wrong
         with contextlib.suppress(hub.errors.DryRunError):
-            listed = hub.snapshot_download(name, revision=revision, dry_run=True, **patterns)
-            missing = [file for file in listed if file.will_download]
-            with ThreadPoolExecutor(DOWNLOADS) as pool:
-                for done in [
-                    pool.submit(download, "model", name, file.commit_hash, file.filename)
-                    for file in missing
-                ]:
-                    done.result()
-        snapshot = hub.snapshot_download(name, revision=revision, **patterns)
+            listed = snapshot(needed, dry_run=True)
+            if not any(fnmatch(file.filename, WEIGHTS) for file in listed):
+                raise ConfigError(_without_weights(name, revision, field=field, got=path))
+            needed = needed if weights else list(NEEDED)
+            missing = [
+                (file.commit_hash, file.filename)
+                for file in listed
+                if file.will_download and (weights or not fnmatch(file.filename, WEIGHTS))
+            ]
+            download("model", name, missing)
+        folder = snapshot(needed)
+    except ConfigError:
+        raise
     except Exception as error:
         said = (
             problem(
@@ -128,7 +139,21 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
         )
         said = " ".join(said.split())
         raise ConfigError(f"{said} (nor is there a folder of this name)") from error
-    return f"{name}@{Path(snapshot).name}"
+    return f"{name}@{Path(folder).name}"
+
+
+def _without_weights(name: str, revision: str | None, *, field: str, got: str) -> str:
+    """Say that a repository has no weights in the one format that is read, and which
+    files it has.
+    """
+    files = sorted(_hub().HfApi().list_repo_files(name, revision=revision))
+    others = [file for file in files if file.endswith((".bin", ".gguf", ".pt", ".pth", ".h5"))]
+    has = others or files
+    shown = ", ".join(has[:3]) + (f" and {len(has) - 3} others" if len(has) > 3 else "")
+    return (
+        f"{field} must be a model with weights in {WEIGHTS}, got {got!r}, which has "
+        f"{shown or 'no files'}"
+    )
 
 
 def problem(
@@ -167,10 +192,11 @@ def problem(
         return (
             f"{field} must be in the cache in offline mode (HF_HUB_OFFLINE), {shown}, which is not"
         )
-    if name and (reason := _unreachable(chain)):
+    verb, details = _failure(chain)
+    if name and verb:
         return (
-            f"{field} must be downloaded from {site}, which cannot be reached, {shown} ({reason}); "
-            "the next attempt continues what was downloaded"
+            f"{field} must be downloaded from {site}, which {verb}, {shown}{details}; the next "
+            "attempt continues what was downloaded"
         )
     return None
 
@@ -188,15 +214,21 @@ def _is_full(error: OSError) -> bool:
     return error.errno in FULL or "Not enough disk space" in str(error)
 
 
-def _unreachable(chain: list[BaseException]) -> str:
-    """Return the reason why a server cannot be reached; "" for another problem."""
+def _failure(chain: list[BaseException]) -> tuple[str, str]:
+    """Return what a server did, and more of it in brackets; "" for a problem that is
+    not a server's.
+    """
     for each in chain:
-        status = getattr(getattr(each, "response", None), "status_code", 0)
-        if status >= 500 or status == 429:
-            return f"it answered with status {status}"
+        if status := _status(each):
+            return f"answered with status {status}", ""
         if is_network(each):
-            return f"{type(each).__name__}: {str(each)[:120]}"
-    return ""
+            return "cannot be reached", f" ({type(each).__name__}: {str(each)[:120]})"
+    return "", ""
+
+
+def _status(error: BaseException) -> int:
+    """Return the status of the answer that an error reports; 0 for another error."""
+    return getattr(getattr(error, "response", None), "status_code", 0)
 
 
 def cache_home() -> Path:
@@ -248,12 +280,26 @@ def _repository(kind: Kind, name: str) -> Path:
     return Path(constants.HF_HUB_CACHE, constants.REPO_ID_SEPARATOR.join(parts)).absolute()
 
 
-def download(kind: Kind, name: str, commit: str, file: str) -> None:
-    """Download a file of a repository into the hub's cache, and go on where an earlier
-    attempt stopped.
+def download(kind: Kind, name: str, files: Iterable[tuple[str, str]]) -> None:
+    """Download files of a repository, each of a commit, into the hub's cache, and go on
+    where an earlier attempt stopped. The first failure, or Ctrl-C, ends all downloads.
 
     Passes the errors of the library and of the operating system through.
     """
+    ended = threading.Event()
+    pool = ThreadPoolExecutor(DOWNLOADS)
+    try:
+        for done in as_completed(
+            [pool.submit(_download, kind, name, commit, file, ended) for commit, file in files]
+        ):
+            done.result()
+    finally:
+        ended.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _download(kind: Kind, name: str, commit: str, file: str, ended: threading.Event) -> None:
+    """Download one file, unless it is there, or only the library can."""
     hub = _hub()
     kept = hub.try_to_load_from_cache(name, file, revision=commit, repo_type=kind)
     if isinstance(kept, str):
@@ -261,7 +307,7 @@ def download(kind: Kind, name: str, commit: str, file: str) -> None:
     url = hub.hf_hub_url(
         name, file, revision=commit, repo_type=kind, endpoint=hub.constants.ENDPOINT
     )
-    about = hub.get_hf_file_metadata(url)
+    about = hub.get_hf_file_metadata(url, retry_on_errors=True)
     if not about.etag or not about.size or not re.fullmatch(r"[\w.-]+", about.etag):
         return
     blob = _repository(kind, name) / "blobs" / about.etag
@@ -269,11 +315,9 @@ def download(kind: Kind, name: str, commit: str, file: str) -> None:
     if blob.exists():
         return
     with open(blob.with_name(blob.name + SUFFIX), "ab") as unfinished:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(unfinished, fcntl.LOCK_EX)
-        if blob.exists():
+        if not _locked(unfinished, file, ended) or blob.exists():
             return
-        _complete(about.location, url, unfinished, about.size, shown=file)
+        _complete(about, url, unfinished, shown=file, ended=ended)
         unfinished.flush()
         os.fsync(unfinished.fileno())
         if DIGEST.fullmatch(about.etag) and _digest(unfinished.name) != about.etag:
@@ -282,9 +326,31 @@ def download(kind: Kind, name: str, commit: str, file: str) -> None:
         Path(unfinished.name).rename(blob)
 
 
-def _complete(location: str, url: str, unfinished: Any, size: int, *, shown: str) -> None:
-    """Append what an unfinished file lacks, and go on if a connection breaks."""
-    fruitless = 0
+def _locked(unfinished: Any, file: str, ended: threading.Event) -> bool:
+    """Wait until no other process downloads this file, which the user is told. Return
+    False if all downloads end before, or if the file system has no locks.
+    """
+    has_waited = False
+    while not ended.is_set():
+        try:
+            fcntl.flock(unfinished, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not has_waited:
+                print(f"waiting for another process, which downloads {file}", file=sys.stderr)
+            has_waited = True
+            ended.wait(PAUSE_S)
+        except OSError:
+            return False
+        else:
+            return True
+    return False
+
+
+def _complete(about: Any, url: str, unfinished: Any, *, shown: str, ended: threading.Event) -> None:
+    """Append what an unfinished file lacks, and go on if a connection breaks, with a
+    new address: that of a storage expires.
+    """
+    fruitless, size, location = 0, about.size, about.location
     begun = unfinished.seek(0, os.SEEK_END)
     with _hub().utils.tqdm(
         total=size, initial=begun, unit="B", unit_scale=True, desc=shown, leave=False
@@ -293,16 +359,22 @@ def _complete(location: str, url: str, unfinished: Any, size: int, *, shown: str
             if begun > size:
                 unfinished.truncate(0)
             try:
-                _append(location, url, unfinished, progress)
+                location = location or _hub().get_hf_file_metadata(url).location
+                _append(location, url, unfinished, progress, ended)
             except Exception as error:
                 unfinished.flush()
                 fruitless = 0 if unfinished.seek(0, os.SEEK_END) > begun else fruitless + 1
-                if fruitless == TRIES or not is_network(error):
+                if fruitless == TRIES or not _may_pass(error):
                     raise
-                time.sleep(PAUSE_S * 2**fruitless)
+                location = ""
+                ended.wait(PAUSE_S * 2**fruitless)
+            if ended.is_set():
+                raise InterruptedError(f"the download of {shown} was ended")
 
 
-def _append(location: str, url: str, unfinished: Any, progress: Any) -> None:
+def _append(
+    location: str, url: str, unfinished: Any, progress: Any, ended: threading.Event
+) -> None:
     """Append what the server sends. The token is sent to the hub alone, and not to the
     storage to which it refers.
     """
@@ -313,6 +385,8 @@ def _append(location: str, url: str, unfinished: Any, progress: Any) -> None:
     headers |= {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begun}-"} if begun else {})
     timeout_s = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
     with hub.get_session().stream("GET", location, headers=headers, timeout=timeout_s) as response:
+        if response.status_code == 403 and not is_hub:
+            raise ConnectionError("the storage refused its address, which may have expired")
         hub.utils.hf_raise_for_status(response)
         if begun and response.status_code != 206:
             unfinished.truncate(0)
@@ -320,8 +394,16 @@ def _append(location: str, url: str, unfinished: Any, progress: Any) -> None:
         for chunk in response.iter_bytes():
             received = True
             progress.update(unfinished.write(chunk))
+            if ended.is_set():
+                return
     if not received:
         raise ConnectionError("the server sent nothing")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether another attempt may succeed."""
+    status = _status(error)
+    return status in (408, 429) or status >= 500 or (not status and is_network(error))
 
 
 def _digest(file: str) -> str:

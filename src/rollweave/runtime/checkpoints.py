@@ -14,9 +14,10 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rollweave.io.disk import REPLACED_SUFFIX, replace_directory
-from rollweave.io.hub import fetched, folder, is_hub_name
+from rollweave.io.hub import PINNED, fetched, folder
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -175,16 +176,41 @@ def with_model(config: RunConfig, *, weights: bool = True) -> RunConfig:
     return config if path is None else _with_path(config, fetched(path, weights=weights))
 
 
-def with_former_commit(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run that resumes, with the commit of its model of
-    the hub, unless `model.path` names a revision. Raises ConfigError.
+def with_former_commits(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run that resumes with the commits of its model and
+    of its data sets, whatever their names mean on the hub by now. A configuration that
+    names another commit keeps it.
+
+    Raises ConfigError.
     """
-    path, run = config.model.path, RunDir(Path(config.run.dir) / config.run.name)
-    if path is None or "@" in path or not is_hub_name(path) or not run.config.exists():
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    if not run.config.exists():
         return config
-    former = run.configuration().model.path
-    has_commit = former is not None and former.startswith(f"{path}@")
-    return _with_path(config, former) if has_commit else config
+    former = run.configuration()
+    of_name = {task.name: task.options for task in former.tasks}
+    tasks = tuple(
+        task.model_copy(
+            update={
+                "options": {
+                    name: _former(value, of_name.get(task.name, {}).get(name))
+                    for name, value in task.options.items()
+                }
+            }
+        )
+        for task in config.tasks
+    )
+    config = config.model_copy(update={"tasks": tasks})
+    return _with_path(config, _former(config.model.path, former.model.path))
+
+
+def _former(now: Any, before: Any) -> Any:
+    """Return the name that a setting had `before`, if that is the same name of the hub
+    with a commit, and `now` has none.
+    """
+    texts = isinstance(now, str) and isinstance(before, str)
+    if not texts or PINNED.fullmatch(now) or not PINNED.fullmatch(before) or os.path.exists(now):
+        return now
+    return before if now.partition("@")[0] == before.partition("@")[0] else now
 
 
 def _with_path(config: RunConfig, path: str | None) -> RunConfig:

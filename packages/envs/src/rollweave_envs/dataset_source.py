@@ -225,10 +225,15 @@ def _download(builder: Any) -> None:
     """
     if hub.is_offline():
         return
-    for files in (builder.config.data_files or {}).values():
-        for file in files:
-            if found := FILE.fullmatch(str(file)):
-                hub.download("dataset", found["name"], found["commit"], found["file"])
+    named = [
+        found
+        for files in (builder.config.data_files or {}).values()
+        for file in files
+        if (found := FILE.fullmatch(str(file)))
+    ]
+    for name in dict.fromkeys(found["name"] for found in named):
+        files = [(one["commit"], one["file"]) for one in named if one["name"] == name]
+        hub.download("dataset", name, files)
 
 
 def _builder(place: Place, subset: str) -> Any:
