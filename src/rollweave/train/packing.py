@@ -183,7 +183,8 @@ def split_micro_batches(
     Sequences stand in one micro-batch with sequences that begin alike, or with
     sequences of similar lengths, whichever costs less. A token that several sequences
     have in common counts once, and half for each further sequence: attention keeps it
-    for each.
+    for each sequence, and keeps less than half of what a token takes, unless a small
+    model has sequences of more than about a thousand tokens.
     """
     arrays = [sequence.numpy() for sequence in tokens]
     lengths = [len(array) for array in arrays]

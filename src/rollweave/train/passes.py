@@ -165,18 +165,25 @@ class Passes:
 def divide(tokens: Sequence[torch.Tensor], ranks: int, *, share: bool) -> list[list[int]]:
     """Divide sequences among ranks with about equal numbers of tokens; return their
     indices. Sequences that begin alike stay together where that makes no rank's work
-    longer than if each sequence were computed apart.
+    longer: a single group is divided, and each rank computes its common beginning.
     """
     lengths = [len(sequence) for sequence in tokens]
     apart = balance(lengths, ranks)
     if not share or ranks == 1:
         return apart
     alike = families(tokens)
-    together = balance([size for _, size in alike], ranks)
-    longest = max(sum(alike[family][1] for family in part) for part in together)
-    if longest > max(sum(lengths[index] for index in part) for part in apart):
-        return apart
-    return [[index for family in part for index in alike[family][0]] for part in together]
+    together = [
+        [index for family in part for index in alike[family][0]]
+        for part in balance([size for _, size in alike], ranks)
+    ]
+    return min(together, apart, key=lambda parts: max(_different(tokens, part) for part in parts))
+
+
+def _different(tokens: Sequence[torch.Tensor], part: Sequence[int]) -> int:
+    """Return the number of tokens of a rank's part, of which common beginnings count
+    once.
+    """
+    return sum(size for _, size in families([tokens[index] for index in part]))
 
 
 def group_ratios(

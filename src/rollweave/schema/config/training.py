@@ -356,7 +356,10 @@ class TrainerConfig(Section):
     epochs: PositiveInt = Field(1, description="Passes over one batch.")
     minibatches: PositiveInt = Field(1, description="Optimizer steps in one pass.")
     micro_tokens: PositiveInt = Field(
-        16384, description="Tokens packed into one forward pass; gradients accumulate beyond it."
+        16384,
+        description="Tokens packed into one forward pass, of at most 2,048 on a CPU; gradients "
+        "accumulate beyond it. Of a beginning that several sequences share, each of them but the "
+        "first counts half of the tokens.",
     )
     save_memory: tuple[Literal["activations", "optimizer"], ...] = Field(
         (),
