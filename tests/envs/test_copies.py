@@ -69,6 +69,9 @@ class Vandal:
         spoil(options)
         yield "a place", [Message(role="user", content="hello")]
 
+    def prepare(self) -> None:
+        """Not the hook, which belongs to the class."""
+
     @classmethod
     def drops_overlong(cls, options: Options) -> bool:
         spoil(options)

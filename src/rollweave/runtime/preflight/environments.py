@@ -229,11 +229,14 @@ def declared_by(config: RunConfig) -> Declared:
 
 
 def _prepared(kind: type[Any], task: TaskConfig) -> dict[str, Any] | None:
-    prepare = getattr(kind, "prepare", None)
-    if prepare is None:
+    """Return the options that the environment's `prepare` returns; None without such a
+    method of the class. A method of its instances is the user's own.
+    """
+    found = inspect.getattr_static(kind, "prepare", None)
+    if not isinstance(found, classmethod | staticmethod):
         return None
     return _guarded(
-        lambda: dict(prepare(copied(task.options))), "prepare must return options", PREPARE_S
+        lambda: dict(kind.prepare(copied(task.options))), "prepare must return options", PREPARE_S
     )
 
 
