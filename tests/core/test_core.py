@@ -2,6 +2,7 @@
 is accounted for.
 """
 
+import dataclasses
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -111,119 +112,92 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     assert world.evaluations[0].episodes == {"a": 3, "b": 3}
 
 
-@pytest.mark.timeout(900)
-@settings(max_examples=examples(60))
-@example(
-    # Rewards wait for a training group that cannot start while an evaluation holds
-    # older weights.
-    seed=1,
-    mode="stream",
-    failure=0.1,
-    hang=0.01,
-    alpha=1,
-    spare_groups=1,
-    spare_members=2,
-    dynamic=True,
-    every=2,
-    parts=3,
-    batch=True,
-    scheduling="trajectory",
-    slots=3,
-    allocation=True,
+@dataclasses.dataclass
+class Drawn:
+    """What differs between the runs of `test_any_world_ends_accounted_for`."""
+
+    seed: int
+    mode: str
+    failure: float = 0.0
+    hang: float = 0.0
+    alpha: int = 1
+    spare_groups: int = 0
+    spare_members: int = 0
+    dynamic: bool = True
+    every: int = 2
+    parts: int = 1
+    batch: bool = True
+    scheduling: str = "trajectory"
+    slots: int = 1
+    allocation: bool = True
+
+
+REWARDS_WAIT = Drawn(
+    1, "stream", failure=0.1, hang=0.01, spare_groups=1, spare_members=2, parts=3, slots=3
 )
-@example(  # the weights of an evaluation are refused when an episode of it starts again
-    seed=121,
-    mode="decoupled",
-    failure=0.02,
-    hang=0.0,
-    alpha=1,
-    spare_groups=0,
-    spare_members=0,
-    dynamic=True,
-    every=2,
-    parts=1,
-    batch=True,
-    scheduling="trajectory",
-    slots=1,
-    allocation=True,
-)
-@example(  # the last checkpoint is damaged, which is found during the final evaluation
-    seed=3,
-    mode="partial",
+"""Rewards wait for a training group that cannot start while an evaluation holds older
+weights.
+"""
+REFUSED = Drawn(121, "decoupled", failure=0.02)
+"""The weights of an evaluation are refused when an episode of it starts again."""
+DAMAGED = Drawn(
+    3,
+    "partial",
     failure=0.1,
     hang=0.01,
     alpha=3,
-    spare_groups=0,
     spare_members=1,
     dynamic=False,
-    every=2,
-    parts=1,
     batch=False,
     scheduling="autellix",
-    slots=1,
-    allocation=True,
 )
-@example(  # weights that were received and not yet swapped in are kept
-    seed=1,
-    mode="partial",
-    failure=0.0,
-    hang=0.0,
-    alpha=3,
-    spare_groups=0,
-    spare_members=0,
-    dynamic=False,
-    every=1,
-    parts=1,
-    batch=True,
-    scheduling="autellix",
-    slots=1,
-    allocation=False,
+"""The last checkpoint is damaged, which is found during the final evaluation."""
+RECEIVED = Drawn(
+    1, "partial", alpha=3, dynamic=False, every=1, scheduling="autellix", allocation=False
 )
+"""Weights that were received and not yet swapped in are kept."""
+
+
+@pytest.mark.timeout(900)
+@settings(max_examples=examples(60))
+@example(REWARDS_WAIT)
+@example(REFUSED)
+@example(DAMAGED)
+@example(RECEIVED)
 @given(
-    seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
-    failure=st.sampled_from([0.0, 0.02, 0.1]),
-    hang=st.sampled_from([0.0, 0.0, 0.01]),
-    alpha=st.integers(1, 3),
-    spare_groups=st.integers(0, 2),
-    spare_members=st.integers(0, 2),
-    dynamic=st.booleans(),
-    every=st.sampled_from([0, 1, 2]),
-    parts=st.integers(1, 3),
-    batch=st.booleans(),
-    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
-    slots=st.sampled_from([1, 3]),
-    allocation=st.booleans(),
+    st.builds(
+        Drawn,
+        seed=st.integers(0, 10_000),
+        mode=st.sampled_from(MODES),
+        failure=st.sampled_from([0.0, 0.02, 0.1]),
+        hang=st.sampled_from([0.0, 0.0, 0.01]),
+        alpha=st.integers(1, 3),
+        spare_groups=st.integers(0, 2),
+        spare_members=st.integers(0, 2),
+        dynamic=st.booleans(),
+        every=st.sampled_from([0, 1, 2]),
+        parts=st.integers(1, 3),
+        batch=st.booleans(),
+        scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+        slots=st.sampled_from([1, 3]),
+        allocation=st.booleans(),
+    )
 )
-def test_any_world_ends_accounted_for(
-    seed: int,
-    mode: str,
-    failure: float,
-    hang: float,
-    alpha: int,
-    spare_groups: int,
-    spare_members: int,
-    dynamic: bool,
-    every: int,
-    parts: int,
-    batch: bool,
-    scheduling: str,
-    slots: int,
-    allocation: bool,
-) -> None:
+def test_any_world_ends_accounted_for(drawn: Drawn) -> None:
+    mode, alpha, batch, parts = drawn.mode, drawn.alpha, drawn.batch, drawn.parts
     settings_ = config(
         mode,
         rollout={
             "alpha": alpha,
-            "spare_groups": spare_groups,
-            "spare_members": spare_members,
-            "dynamic_sampling": dynamic,
+            "spare_groups": drawn.spare_groups,
+            "spare_members": drawn.spare_members,
+            "dynamic_sampling": drawn.dynamic,
             "without": ["free_stepping", "reward_overlap"] if batch else [],
-            **SCHEDULINGS[scheduling],
+            **SCHEDULINGS[drawn.scheduling],
         },
-        engines={"max_slots": slots},
-        allocation=ALLOCATION if allocation else None,
-        eval={"every": every},
+        engines={"max_slots": drawn.slots},
+        allocation=ALLOCATION if drawn.allocation else None,
+        eval={"every": drawn.every},
         trainer={"minibatches": parts},
         watchdog={"restarts": 100},
         **(
@@ -232,7 +206,7 @@ def test_any_world_ends_accounted_for(
             else {}
         ),
     )
-    world = World(settings_, seed, failure=failure, hang=hang)
+    world = World(settings_, drawn.seed, failure=drawn.failure, hang=drawn.hang)
     finish = world.run()
     account = world.core.account()
     assert account.balanced

@@ -39,25 +39,19 @@ def test_capacity_admits_exactly_the_groups_that_can_still_be_trained_in_time(
         if trained_at - serving > window or trained_at >= last:
             break
         slow += 1
-    fast = capacity(
-        window=window,
-        serving_version=serving,
-        next_version=following,
-        open_version=following,
-        groups_per_step=batch,
-        spare_groups=0,
-        last_step=last,
+    fast, spare = (
+        capacity(
+            window=window,
+            serving_version=serving,
+            next_version=following,
+            open_version=following,
+            groups_per_step=batch,
+            spare_groups=groups,
+            last_step=last,
+        )
+        for groups in (0, 2)
     )
     assert fast == slow
-    spare = capacity(
-        window=window,
-        serving_version=serving,
-        next_version=following,
-        open_version=following,
-        groups_per_step=batch,
-        spare_groups=2,
-        last_step=last,
-    )
     assert spare == (fast + 2 if fast else 0)
 
 

@@ -83,6 +83,22 @@ def test_a_run_uses_all_its_hosts(tmp_path: Path, agents: Agents) -> None:
     assert replay(config).differing == 0
 
 
+def run_through_a_loss(
+    config: RunConfig, agents: Agents, lost: int, kill: Callable[[], None]
+) -> None:
+    """Run, with a `kill` of the host `lost` in the third step."""
+    with meanwhile(config, 3, kill):
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    (event,) = events(config, HostLost)
+    assert event.host == lost
+    assert_trained_once(config)
+    assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]
+    assert_no_processes(config)
+    assert replay(config).differing == 0
+
+
 @pytest.mark.parametrize(
     "lost",
     [
@@ -98,16 +114,7 @@ def test_a_lost_host_is_replaced_by_the_others(tmp_path: Path, agents: Agents, l
         (begun,) = events(config, RunStarted)
         agents.signal(begun.hosts[lost].name, signal.SIGKILL)
 
-    with meanwhile(config, 3, kill):
-        summary = run(config)
-    assert summary.error == ""
-    assert summary.account.balanced
-    (event,) = events(config, HostLost)
-    assert event.host == lost
-    assert_trained_once(config)
-    assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    run_through_a_loss(config, agents, lost, kill)
 
 
 @pytest.mark.extended
@@ -132,16 +139,7 @@ def test_a_colocated_run_survives_the_loss_of_a_host(
         assert [slot.host for slot in begun.ranks] == [0]
         agents.signal(begun.hosts[lost].name, signal.SIGKILL)
 
-    with meanwhile(config, 3, kill):
-        summary = run(config)
-    assert summary.error == ""
-    assert summary.account.balanced
-    (event,) = events(config, HostLost)
-    assert event.host == lost
-    assert_trained_once(config)
-    assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    run_through_a_loss(config, agents, lost, kill)
 
 
 @pytest.mark.extended
