@@ -16,9 +16,10 @@ demo: .venv/ready
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
 
 # A pretrained chat model of 135M weights learns to add: it answers held-out sums before
-# and after. MODEL names another model, of a folder or of the hub.
+# and after. MODEL names another model, of a folder or of the hub; ARGS has further options.
 MODEL ?= build/smollm2
-CHAT = --set run.dir=../../runs --set model.path=$(if $(wildcard $(MODEL)),$(abspath $(MODEL)),$(MODEL))
+ARGS ?=
+CHAT = --set run.dir=../../runs --set model.path=$(if $(filter build/%,$(MODEL))$(wildcard $(MODEL)),$(abspath $(MODEL)),$(MODEL)) $(ARGS)
 demo-chat: .venv/ready $(if $(filter build/%,$(MODEL)),$(MODEL)/config.json)
 	cd examples/chat && ../../$(BIN)/rollweave eval sums.toml $(CHAT)
 	cd examples/chat && ../../$(BIN)/rollweave train sums.toml $(CHAT) --fresh

@@ -6,39 +6,46 @@ Both are run directories; `rollweave eval` makes the first one.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
-ASSISTANT = "<|im_start|>assistant\n"
+HERE = Path(__file__).parent
+SPECIAL = re.compile(r"<\|[^|]*\|>|</?s>|<end_of_turn>")
+"""The tokens that end a turn in the formats of most models."""
 
 
 def answers(run):
     """Return question, answer and reward of each task of the final evaluation."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "run.jsonl")
+        file = Path(folder, "run.eval")
         program = str(Path(sys.executable).with_name("rollweave"))
-        subprocess.run([program, "export", run, "--output", file], check=True, capture_output=True)
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        command = [program, "export", run, "--format", "inspect", "--output", file]
+        subprocess.run(command, check=True, capture_output=True)
+        with zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.startswith("samples/")]
+            samples = [json.loads(archive.read(name)) for name in names]
     found = {}
-    for row in rows:
-        if row["purpose"] == "eval" and "-test-" in row["task_id"]:
-            text = row["sequences"][0]["text"]
-            question, _, answer = text.rpartition(ASSISTANT)
-            question = question.split("user\n")[-1].split("<|im_end|>")[0]
-            found[row["task_id"]] = question, answer.replace("<|im_end|>", ""), row["reward"]
+    for sample in samples:
+        task, scores = sample["metadata"]["task"], sample["scores"]
+        if sample["metadata"]["purpose"] == "eval" and "-test-" in task["id"]:
+            lines = Path(HERE, task["payload"]["file"]).read_text().splitlines()
+            question = json.loads(lines[task["payload"]["row"]])["prompt"]
+            answer = SPECIAL.sub("", sample["output"]["completion"])
+            found[task["id"]] = question, " ".join(answer.split()), scores["reward"]["value"]
     return found
 
 
 def main(before, after, number="5"):
     first, last = answers(before), answers(after)
     for task in sorted(set(first) & set(last))[: int(number)]:
-        question, answer, reward = first[task]
-        _, trained, trained_reward = last[task]
+        (question, answer, reward), (_, trained, trained_reward) = first[task], last[task]
         print(f"\n{question}")
-        print(f"  before  {reward:g}  {' '.join(answer.split())!r}")
-        print(f"  after   {trained_reward:g}  {' '.join(trained.split())!r}")
+        print(f"  before  {reward:g}  {answer!r}")
+        print(f"  after   {trained_reward:g}  {trained!r}")
 
 
 if __name__ == "__main__":
