@@ -15,6 +15,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import SegmentKind
 from rollweave_sim.workload import Plan, Recorded, read_run, workload
 from tests.support import fake_runs
+from tests.support.commands import invoke
 from tests.support.core import config as core_config
 from tests.support.scripted_simulation import KINDS, Scripted
 from tests.support.simulation import one_domain
@@ -108,6 +109,15 @@ def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
         and entry.score.reward is not None
         and entry.trajectory_id.startswith("g")
     }
+    trace = tmp_path / "run.workload.jsonl"
+    code, text, errors = invoke(
+        "export", str(directory), "--format", "workload", "--output", str(trace)
+    )
+    assert (code, errors) == (0, [])
+    assert f"({len(trace.read_text().splitlines())} attempts)" in " ".join(text.split())
+    again = workload(str(trace))
+    assert isinstance(again, Recorded)
+    assert again.groups == recorded.groups
     plans = {
         f"g{g}.{m}": attempts[0]
         for g, members in enumerate(recorded.groups)

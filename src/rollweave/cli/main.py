@@ -707,7 +707,9 @@ def export(
     format_: Annotated[
         str,
         typer.Option(
-            "--format", help="jsonl or parquet, for data sets, or inspect, for inspect_ai."
+            "--format",
+            help="jsonl or parquet, for data sets; inspect, for inspect_ai; or workload, the "
+            "lengths and times of the training attempts, for `rollweave simulate`.",
         ),
     ] = "jsonl",
     output: Annotated[

@@ -45,6 +45,7 @@ COMMANDS = {
     "advise": "rollweave-sim",
     "reproduce": "rollweave-papers",
     "simulate": "rollweave-sim",
+    "workload": "rollweave-sim",
 }
 """The distribution of each command that is not in this package."""
 
@@ -114,14 +115,15 @@ def without_distribution(what: str, name: str) -> ConfigError:
     )
 
 
-def command(name: str) -> Any:
-    """Return the function of a command that a further distribution announces. Raises
-    ConfigError if the distribution is not installed.
+def command(name: str, shown: str = "") -> Any:
+    """Return the function of a command that a further distribution announces; `shown`
+    is what the user has typed, if not the name. Raises ConfigError if the distribution
+    is not installed.
     """
     for entry in importlib.metadata.entry_points(group="rollweave.commands"):
         if entry.name == name:
             return entry.load()
-    raise without_distribution(f"`rollweave {name}`", COMMANDS[name])
+    raise without_distribution(f"`rollweave {shown or name}`", COMMANDS[name])
 
 
 def _checkout() -> Path | None:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rollweave.io.disk import replace_file
 from rollweave.io.json_lines import utf8_text
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, FieldError
@@ -263,8 +264,9 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
     domains = dict.fromkeys(attempt.domain for attempt in attempts)
     if len(domains) > 1:
         if domain not in domains:
+            got = "several" if domain is None else repr(domain)
             raise ConfigError(
-                f"workload: domain must be one of {', '.join(domains)} of {path}, got {domain!r}"
+                f"workload: domain must be one of {', '.join(domains)} of {path}, got {got}"
             )
         attempts = [attempt for attempt in attempts if attempt.domain == domain]
     groups: dict[str, dict[int, list[Plan]]] = {}
@@ -280,6 +282,33 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
     return Recorded(
         [[members[member] for member in sorted(members)] for members in groups.values()]
     )
+
+
+def write_trace(run: Path, file: Path) -> int:
+    """Write the attempts that `read_run` returns, of a run with one task domain, as a
+    trace, and return their number. Raises ConfigError.
+    """
+    groups = enumerate(read_run(run).groups)
+    lines = [
+        {
+            "group": group,
+            "member": member,
+            "prompt_tokens": max(1, plan.prompt_tokens),  # 0 if the environment did not start
+            "init_s": plan.init_s,
+            "turns": [
+                [turn.output_tokens, turn.observation_tokens, turn.env_s] for turn in plan.turns
+            ],
+            "reward_s": plan.reward_s,
+            "reward": plan.reward,
+            "success": plan.success,
+            "stop": plan.stop,
+        }
+        for group, members in groups
+        for member, attempts in enumerate(members)
+        for plan in attempts
+    ]
+    replace_file(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return len(lines)
 
 
 def _plan_of(attempt: recording.Attempt) -> Plan | None:
