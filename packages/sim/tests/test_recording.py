@@ -68,7 +68,7 @@ def test_a_run_of_several_domains_requires_a_domain(tmp_path: Path) -> None:
         assert isinstance(recorded, Recorded)
         assert rounded(recorded.groups) == rounded(world.expected(name))
     for wrong in (None, "c"):
-        with pytest.raises(ConfigError, match=rf"domain must be one of a, b of .*, got "):
+        with pytest.raises(ConfigError, match=r"domain must be one of a, b of .*, got "):
             workload(str(tmp_path / "run"), domain=wrong)
 
 
