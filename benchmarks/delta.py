@@ -1,7 +1,7 @@
 """Bench `delta`: bytes and speed of weight deltas.
 
-The payloads are an Adam update at a large model's scale, consecutive checkpoints of our
-own trainings, and masks of growing density.
+The payloads are consecutive checkpoints of trainings, with `--model` also of a
+pretrained model with all weights and with adapters, and masks of growing density.
 
 Every delta is applied, and every element compared with the original; `mismatches`
 counts differences. Speeds are those of one thread, by its CPU time, over copies of the
@@ -19,17 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contract import Figure, Result
-from benchmarks.delta_payloads import (
-    BETA1,
-    BETA2,
-    LR,
-    OWN,
-    STD,
-    Versions,
-    adam_update,
-    masked,
-    own_update,
-)
+from benchmarks.delta_payloads import CHAT, OWN, Versions, masked, own_update
 from benchmarks.harness import Progress
 from rollweave.schema.weights import TensorMeta
 from rollweave.weights.delta import apply, encode, plan
@@ -42,43 +32,41 @@ beside the new element.
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5)
 
-OWN_RATES = {"_own_1e6": 1e-6, "_own_2e3": 2e-3}
+OWN_CASES = {
+    "_own_1e6": ("trainer.lr=1e-6",),
+    "_own_2e3": ("trainer.lr=2e-3",),
+}
+MODEL_CASES = {
+    "": ("trainer.lr=1e-6",),
+    "_1e5": ("trainer.lr=1e-5",),
+    "_lora_1e5": ("trainer.lr=1e-5", "lora.rank=16"),
+    "_lora_1e4": ("trainer.lr=1e-4", "lora.rank=16"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaPlan:
-    """Extent of the bench.
-
-    The last of `steps` steps of Adam is the update; `own` are settings of our training.
+    """Extent of the bench: `own` and `chat` are settings of the trainings from scratch
+    and of the pretrained model.
     """
 
     rounds: int
-    hidden: int
-    layers: int
-    steps: int
     masked: int
     own: tuple[str, ...]
+    chat: tuple[str, ...]
 
 
 FULL = DeltaPlan(
     rounds=7,
-    hidden=1024,
-    layers=2,
-    steps=20,
     masked=1 << 24,
-    own=(
-        "run.steps=6",
-        "model.scratch.hidden=256",
-        "model.scratch.layers=4",
-    ),
+    own=("run.steps=6", "model.scratch.hidden=256", "model.scratch.layers=4"),
+    chat=("run.steps=20", "rollout.groups_per_step=4"),
 )
 QUICK = DeltaPlan(
     rounds=5,
-    hidden=512,
-    layers=1,
-    steps=8,
     masked=1 << 21,
     own=("run.steps=2", "warmup.steps=4", "rollout.groups_per_step=2", "rollout.group_size=4"),
+    chat=("run.steps=2", "rollout.groups_per_step=4"),
 )
 
 
@@ -94,32 +82,33 @@ class DeltaMeasurement:
     apply_s: float
 
 
-def bench_delta(*, quick: bool, progress: Progress) -> Result:
-    """Return figures. Those without a suffix are of the Adam update in bfloat16,
-    `_smaller` of the codec for slow links, `_fp32` of the same update in float32,
-    `_own_…` of a training of ours at that learning rate; `curve_…` are lists by
+def bench_delta(*, quick: bool, model: Path | None, progress: Progress) -> Result:
+    """Return figures. Those without a suffix are of the pretrained `model` in bfloat16
+    at 1e-6, `_1e5` and `_lora_…` of other learning rates and of adapters, `_own_…` of a
+    model from scratch, `_smaller` of the codec for slow links; `curve_…` are lists by
     density.
     """
     plan = QUICK if quick else FULL
-    rng = np.random.default_rng(0)
-    progress(f"{plan.steps} steps of Adam on {plan.layers} layers of width {plan.hidden}")
-    update, whole = adam_update(rng, hidden=plan.hidden, layers=plan.layers, steps=plan.steps)
-    cases = {"": update, "_fp32": whole}
-    for suffix, rate in OWN_RATES.items():
-        progress(f"our own training at learning rate {rate:g}")
-        cases[suffix] = own_update(rate, plan.own)
-    measured = {suffix: measure(versions, rounds=plan.rounds) for suffix, versions in cases.items()}
-    cases["_smaller"], measured["_smaller"] = (
-        update,
-        measure(update, rounds=plan.rounds, smaller=True),
-    )
     figures: dict[str, Figure] = {}
-    for suffix, measurement in measured.items():
-        figures |= {
-            f"{name}{suffix}": value
-            for name, value in figures_of(cases[suffix], measurement).items()
-        }
-    figures["entropy_per_changed"] = round(entropy(update), 4)
+    measured: dict[str, DeltaMeasurement] = {}
+
+    def take(suffix: str, versions: Versions, *, smaller: bool = False) -> None:
+        measured[suffix] = measurement = measure(versions, rounds=plan.rounds, smaller=smaller)
+        values = figures_of(versions, measurement)
+        figures.update({f"{name}{suffix}": value for name, value in values.items()})
+
+    runs: list[tuple[Path | None, str, tuple[str, ...]]] = [
+        *((model, suffix, plan.chat + own) for suffix, own in MODEL_CASES.items() if model),
+        *((None, suffix, plan.own + own) for suffix, own in OWN_CASES.items()),
+    ]
+    for number, (source, suffix, own) in enumerate(runs):
+        progress(f"{source or 'a model from scratch'}: {', '.join(own)}")
+        versions = own_update(own, source)
+        take(suffix, versions)
+        if number == 0:
+            take("_smaller", versions, smaller=True)
+            figures["entropy_per_changed"] = round(entropy(versions), 4)
+    rng = np.random.default_rng(0)
     curve: dict[str, list[float]] = {}
     for density in DENSITIES:
         progress(f"a mask of density {density:g}")
@@ -127,13 +116,12 @@ def bench_delta(*, quick: bool, progress: Progress) -> Result:
         measured[f"{density:g}"] = measurement = measure(versions, rounds=plan.rounds)
         for name, value in figures_of(versions, measurement).items():
             curve.setdefault(f"curve_{name}", []).append(value)
-    figures |= curve
     mismatches = sum(measurement.mismatches for measurement in measured.values())
-    forms = {suffix or "adam": measurement.forms for suffix, measurement in measured.items()}
+    forms = {suffix or "model": measurement.forms for suffix, measurement in measured.items()}
     return Result(
         bench="delta",
-        figures={"mismatches": mismatches} | figures,
-        conditions=conditions(plan, cases) | {"forms": forms},
+        figures={"mismatches": mismatches, **figures, **curve},
+        conditions=conditions(plan, model) | {"forms": forms},
     )
 
 
@@ -199,9 +187,11 @@ def measure(versions: Versions, *, rounds: int, smaller: bool = False) -> DeltaM
 def entropy(versions: Versions) -> float:
     """Return the bytes for each change below which no code can go that knows neither
     the base nor the distribution of positions: positions at random, and differences by
-    their frequencies.
+    their frequencies. 0 without a change.
     """
     where = np.flatnonzero(versions.base != versions.new)
+    if not len(where):
+        return 0.0
     _, counts = np.unique(
         differences_of(versions.base[where], versions.new[where]), return_counts=True
     )
@@ -210,20 +200,19 @@ def entropy(versions: Versions) -> float:
     return float((positions - (shares * np.log2(shares)).sum()) / 8)
 
 
-def conditions(plan: DeltaPlan, cases: dict[str, Versions]) -> dict[str, Any]:
-    elements = {suffix or "adam": len(versions.new) for suffix, versions in cases.items()}
-    return {
-        "elements": elements,
-        "adam": f"bfloat16 of float32 weights (normal, {STD:g}; norms 1) before and after step "
-        f"{plan.steps} of Adam at {LR:g}, betas {BETA1:g} and {BETA2:g}, synthetic gradients with "
-        f"heavy tails and uneven scales; {plan.layers} layers of width {plan.hidden}, no embedding",
+def conditions(plan: DeltaPlan, model: Path | None) -> dict[str, Any]:
+    named = {
+        "model": f"the last two checkpoints, a step apart, of {model}, which learns {CHAT} with "
+        f"{', '.join(plan.chat)}, in bfloat16; _lora: of the merged weights"
+    }
+    return (named if model is not None else {}) | {
         "own": f"the last two checkpoints, a step apart, of {Path(OWN).stem} with "
         f"{', '.join(plan.own)}, in bfloat16",
         "curve": f"{plan.masked:,} bfloat16 elements, random ones one float higher or lower; "
         f"densities {list(DENSITIES)}",
         "bytes": "blocks with heads and checksums; COO is int32 and the element, without either",
-        "entropy_per_changed": "of positions at random, and of the differences; _smaller may fall "
-        "below, since it uses the base",
+        "entropy_per_changed": "of positions at random, and of the differences, in the first case; "
+        "_smaller, of the same, may fall below, since it uses the base",
         "speed": "CPU time of one thread, checksums included, alternating with a copy by numpy; "
         f"medians of {plan.rounds}",
     }

@@ -1,27 +1,31 @@
-"""Two versions of weights: an Adam update at a large model's scale, consecutive
-checkpoints of our own trainings, and masks of a density.
+"""Two versions of weights: consecutive checkpoints of a training, of a model from
+scratch or of a pretrained model, and masks of a density.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.runs import example, recorded
+from rollweave.io.boot import import_from_working_directory
 from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.schema.config.root import RunConfig
 from rollweave.train import checkpoint
+from rollweave.weights.adapters import A, B, merged
+from rollweave.weights.checkpoint import weight_files
 from rollweave.weights.delta_body import Array
 
-LR, STD, BETA1, BETA2, EPS = 1e-6, 0.02, 0.9, 0.999, 1e-8
+STD = 0.02
 
-LAYER = ((2, 1), (1, 1), (1, 1), (1, 2), (3, 1), (3, 1), (1, 3))
-"""Matrices of a layer in hidden widths, as Qwen3-0.6B has them: q, k, v, o, gate, up,
-down; and two norms.
-"""
-
-OWN = "frozenlake_fixed.toml"
+OWN, CHAT = "frozenlake_fixed.toml", "chat/sums.toml"
 OWN_ALWAYS = (
     "run.checkpoint_every=1",
+    "run.name=delta",
     "eval={final_episodes=0}",
     "trainer.final_lr=1",
 )
@@ -35,60 +39,37 @@ class Versions:
     new: Array
 
 
-def adam_update(
-    rng: np.random.Generator, *, hidden: int, layers: int, steps: int
-) -> tuple[Versions, Versions]:
-    """Return the last step of Adam on float32 weights, both as published in bfloat16
-    and in float32.
-
-    Gradients have mean 0, scales that differ by decades between rows and between
-    columns, and heavier tails than a normal distribution.
+def own_update(settings: tuple[str, ...], model: Path | None = None) -> Versions:
+    """Return the last two checkpoints of a run, a step apart, as published in bfloat16:
+    of the fixed lake from scratch, or of a pretrained `model` that learns to add.
     """
-    before, after = [], []
-    for _ in range(layers):
-        for rows, columns in (
-            *((a * hidden, b * hidden) for a, b in LAYER),
-            (1, hidden),
-            (1, hidden),
-        ):
-            weight = rng.normal(0, STD, (rows, columns)) if rows > 1 else np.ones((rows, columns))
-            last = list(adam(rng, weight.astype(np.float32), steps))[-2:]
-            before.append(last[0].ravel())
-            after.append(last[1].ravel())
-    base, new = np.concatenate(before), np.concatenate(after)
-    return Versions(bfloat16(base), bfloat16(new)), Versions(base.view("<u4"), new.view("<u4"))
+    path, of_model = example(OWN).resolve(), list[str]()
+    if model is not None:
+        path, of_model = example(CHAT).resolve(), [f"model.path={model.resolve()}"]
+    with contextlib.chdir(path.parent):
+        import_from_working_directory()
+        with recorded(path, [*settings, *OWN_ALWAYS, *of_model]) as (config, run, _):
+            kept = Checkpoints(run.checkpoints)
+            base, new = (
+                bfloat16(_whole(checkpoint.load(kept.path(step)).model, config, model))
+                for step in kept.steps()[-2:]
+            )
+    return Versions(base, new)
 
 
-def adam(rng: np.random.Generator, weight: Array, steps: int) -> Iterator[Array]:
-    """Return `weight` after each step (Kingma & Ba 2015, Algorithm 1)."""
-    rows, columns = weight.shape
-    scale = np.exp(rng.normal(0, 1, (rows, 1)) + rng.normal(0, 1, (1, columns))).astype(np.float32)
-    mean, square = np.zeros_like(weight), np.zeros_like(weight)
-    for step in range(1, steps + 1):
-        gradient = rng.standard_normal(weight.shape, np.float32)
-        gradient *= np.abs(gradient) * scale
-        mean += (1 - BETA1) * (gradient - mean)
-        square += (1 - BETA2) * (gradient * gradient - square)
-        rate = LR / (1 - BETA1**step)
-        weight = weight - rate * mean / (np.sqrt(square / (1 - BETA2**step)) + EPS)
-        yield weight
-
-
-def own_update(rate: float, settings: tuple[str, ...]) -> Versions:
-    """Return the last two checkpoints of a run, a step apart, as published in
-    bfloat16.
-    """
-    with recorded(
-        example(OWN), [*settings, *OWN_ALWAYS, f"trainer.lr={rate}", "run.name=delta"]
-    ) as (_, run, _):
-        kept = Checkpoints(run.checkpoints)
-        base, new = (checkpoint.load(kept.path(step)).model for step in kept.steps()[-2:])
-    return Versions(
-        *(
-            bfloat16(np.concatenate([tensor.numpy().ravel() for tensor in model.values()]))
-            for model in (base, new)
-        )
-    )
+def _whole(trained: Mapping[str, torch.Tensor], config: RunConfig, model: Path | None) -> Array:
+    """Return all weights in float32, with a run's adapters merged into the model's."""
+    tensors = dict(trained)
+    if config.lora is not None and model is not None:
+        for file in weight_files(model):
+            for name, weight in load_file(file).items():
+                layer = name.removesuffix(".weight")
+                if layer + A in trained:
+                    a, b = trained[layer + A], trained[layer + B]
+                    weight = merged(weight, a, b, scale=config.lora.scale)
+                tensors[name] = weight
+        tensors = {name: weight for name, weight in tensors.items() if name not in trained}
+    return np.concatenate([weight.float().numpy().ravel() for weight in tensors.values()])
 
 
 def masked(rng: np.random.Generator, count: int, density: float) -> Versions:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.contract import Figure, Result
-from benchmarks.delta import QUICK as DELTA
-from benchmarks.delta_payloads import adam_update
+from benchmarks.delta_payloads import masked
 from benchmarks.harness import Progress, rounded, scratch_folder
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
@@ -30,6 +29,9 @@ from rollweave.weights.publication import publish
 
 TENSORS = 32
 """Number of tensors in the payload."""
+
+CHANGED = 0.015
+"""Share of the weights that an update between sites changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ FULL = RelayPlan(
     fits=5,
     repairs=5,
     sites=relay_sites.SitesPlan(
-        hidden=512, rates=(10.0, 30.0, 100.0, 300.0, 1000.0), reference=100.0, rounds=5
+        elements=1 << 22, rates=(10.0, 30.0, 100.0, 300.0, 1000.0), reference=100.0, rounds=5
     ),
 )
 QUICK = RelayPlan(
@@ -65,7 +67,7 @@ QUICK = RelayPlan(
     rounds=3,
     fits=3,
     repairs=1,
-    sites=relay_sites.SitesPlan(hidden=384, rates=(30.0, 1000.0), reference=30.0, rounds=1),
+    sites=relay_sites.SitesPlan(elements=1 << 21, rates=(30.0, 1000.0), reference=30.0, rounds=1),
 )
 
 FAULTS: dict[str, tuple[bool, relay_repair.Fault]] = {
@@ -180,9 +182,8 @@ async def _repairs(
 async def _sites(
     plan: relay_sites.SitesPlan, net: Network, logs: Path, progress: Progress
 ) -> dict[str, Figure]:
-    progress("an Adam update of one layer")
-    rng = np.random.default_rng(0)
-    update, _ = adam_update(rng, hidden=plan.hidden, layers=1, steps=DELTA.steps)
+    progress(f"an update that changes {CHANGED:.1%} of {plan.elements:,} weights")
+    update = masked(np.random.default_rng(0), plan.elements, CHANGED)
     far = range(net.hosts - relay_sites.FAR, net.hosts)
     async with tier(net, (0, *far), logs) as relays:
         sites = relay_sites.Sites(net, relays)
@@ -222,7 +223,8 @@ def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
         f"{relay_repair.PART:.0%}; until its second chunk after the new source was named; `known`: "
         "until the controller knew",
         "sites": "the first relay reads the trainer's memory, 2 more are behind a link of limited "
-        f"speed; one layer of width {plan.sites.hidden}; gains at {plan.sites.reference:g} Mbit/s",
+        f"speed; {plan.sites.elements:,} bfloat16 weights, of which {CHANGED:.1%} change; gains at "
+        f"{plan.sites.reference:g} Mbit/s",
         "push_s": "Table 4 of RollArt: until the first relay behind the link has the version; "
         "exposed_pull_s: from then on until the other one has it; accumulated_pull_s: the same in "
         "batch, whose total is naive_s",

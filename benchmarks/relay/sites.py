@@ -39,11 +39,11 @@ FAST_MBITS = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class SitesPlan:
-    """Extent of the measurement: a layer of `hidden` width over links of these speeds,
+    """Extent of the measurement: `elements` weights over links of these speeds,
     of which gains are at the `reference`.
     """
 
-    hidden: int
+    elements: int
     rates: tuple[float, ...]
     reference: float
     rounds: int

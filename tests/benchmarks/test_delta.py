@@ -1,4 +1,4 @@
-"""The measured payloads are what their names say (bfloat16, Adam, masks, entropy), and
+"""The measured payloads are what their names say (bfloat16, masks, entropy), and
 a wrong result is counted.
 """
 
@@ -7,17 +7,7 @@ import pytest
 import torch
 
 from benchmarks.delta import DeltaMeasurement, entropy, figures_of, measure
-from benchmarks.delta_payloads import (
-    BETA1,
-    BETA2,
-    EPS,
-    LR,
-    Versions,
-    adam,
-    adam_update,
-    bfloat16,
-    masked,
-)
+from benchmarks.delta_payloads import Versions, bfloat16, masked
 
 
 def test_bfloat16_is_torchs() -> None:
@@ -25,29 +15,6 @@ def test_bfloat16_is_torchs() -> None:
     values[:4] = 0.0, -0.0, 1.00390625, 1.01171875  # halfway between two
     theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(bfloat16(values), theirs)
-
-
-def test_adam_is_torchs() -> None:
-    """Compare with torch on the same synthetic gradients."""
-    weight = np.random.default_rng(1).normal(0, 0.02, (6, 5)).astype(np.float32)
-    ours = list(adam(np.random.default_rng(2), weight, 4))
-    rng = np.random.default_rng(2)
-    scale = np.exp(rng.normal(0, 1, (6, 1)) + rng.normal(0, 1, (1, 5))).astype(np.float32)
-    parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
-    optimizer = torch.optim.Adam([parameter], lr=LR, betas=(BETA1, BETA2), eps=EPS)
-    for mine in ours:
-        normal = rng.standard_normal((6, 5), np.float32)
-        parameter.grad = torch.from_numpy(normal * np.abs(normal) * scale)
-        optimizer.step()
-        assert mine.dtype == np.float32
-        np.testing.assert_allclose(mine, parameter.detach().numpy(), rtol=0, atol=4e-9)
-
-
-def test_an_update_is_sparse_in_bfloat16_alone() -> None:
-    short, whole = adam_update(np.random.default_rng(0), hidden=64, layers=1, steps=5)
-    assert len(short.new) == len(whole.new) == 15 * 64 * 64 + 2 * 64
-    assert 0.002 < np.mean(short.base != short.new) < 0.03
-    assert np.mean(whole.base != whole.new) > 0.9
 
 
 def test_a_mask_changes_its_share_of_elements_by_one() -> None:

@@ -103,7 +103,7 @@ def test_without_a_link_there_is_no_formula() -> None:
 
 def test_each_step_gains_over_the_one_before() -> None:
     plan = relay_sites.SitesPlan(
-        hidden=64,
+        elements=61_000,
         rates=(1.0, 5.0),
         reference=5.0,
         rounds=1,

@@ -32,11 +32,10 @@ def test_rms_norm(rows: int, heads: int, size: int, seed: int) -> None:
 @settings(max_examples=examples(20))
 @given(rows=st.integers(1, 5), size=st.integers(1, 9), seed=st.integers(0, 9))
 def test_swiglu(rows: int, size: int, seed: int) -> None:
-    def plain(both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, -1)
+    def plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return functional.silu(gate) * up
 
-    assert_equal(swiglu, plain, randn(seed, rows, 2 * size) * 4)
+    assert_equal(swiglu, plain, randn(seed, rows, size) * 4, randn(seed + 1, rows, size))
 
 
 def test_rotate() -> None:

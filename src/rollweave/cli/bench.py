@@ -67,6 +67,10 @@ SEEDED = (
 """Names of benchmarks that repeat a run with several seeds."""
 
 
+WITH_MODEL = ("delta",)
+"""Names of benchmarks that measure a pretrained model, too, where one is given."""
+
+
 def bench(
     name: str,
     *,
@@ -100,8 +104,12 @@ def bench(
         raise ConfigError(f"--real must be left out for bench {name}: only agents runs programs")
     if not real and (install or programs is not None):
         raise ConfigError("--programs and --install must be given with --real")
-    if profile is None and model is not None:
-        raise ConfigError(f"--model must be left out where --profile is not given, got {model}")
+    if profile is None and model is not None and name not in WITH_MODEL:
+        raise ConfigError(
+            f"--model must be left out for bench {name} without --profile, got {model}"
+        )
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model must be a folder with config.json, got {model}")
     result = (
         _profile(profile, model, quick=quick)
         if profile is not None
@@ -109,6 +117,7 @@ def bench(
             name,
             quick=quick,
             seeds=seeds,
+            model=model,
             real=real,
             programs=programs,
             install=install,

@@ -762,7 +762,10 @@ def bench(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="With --profile: a model directory; by default the demo's model."),
+        typer.Option(
+            help="With --profile: a model directory; by default the demo's model. With delta: a "
+            "pretrained chat model, which is measured as well."
+        ),
     ] = None,
     real: Annotated[
         bool,

@@ -89,6 +89,7 @@ class FramedSocket:
             for payload in self._decoder.feed(data):
                 if not self._closed:
                     self._on_frame(payload if self._seal is None else self._seal.opened(payload))
+            self._decoder.feed(b"")  # raises if an invalid length follows these frames
         except WireError as error:
             self._end(f"sent an invalid frame: {error}")
 

@@ -125,8 +125,14 @@ def read_tokenizer(directory: Path) -> CheckpointTokenizer | None:
             f"{directory / TOKENIZER_CONFIG} must describe a tokenizer's tokens: {error}"
         ) from error
     if kind in ("Qwen2Tokenizer", "CohereTokenizer"):  # these have no other special tokens
-        texts = dict.fromkeys(map(_text, (*named.values(), *extra)))
-        tokenizer.add_tokens([AddedToken(text, special=True) for text in texts])
+        tokens = {_text(token): token for token in (*named.values(), *extra)}
+        keeps = kind == "CohereTokenizer"  # how a token strips the text beside it, for example
+        tokenizer.add_tokens(
+            [
+                token if keeps and isinstance(token, AddedToken) else AddedToken(text, special=True)
+                for text, token in tokens.items()
+            ]
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None) is not None:

@@ -58,21 +58,16 @@ def _as_pairs(x: torch.Tensor) -> torch.Tensor:
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, -1)
-        ctx.save_for_backward(both)
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
         return torch.nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (both,) = ctx.saved_tensors
-        gate, up = both.chunk(2, -1)
-        out = torch.empty_like(both)
-        d_gate, d_up = out.chunk(2, -1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        d_up = torch.nn.functional.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), d_up
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -135,8 +130,6 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     return _apply_rotate(x, rotations)
 
 
-def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) · up [..., F], where `both` [..., 2F] is gate and up side by
-    side.
-    """
-    return _apply_swiglu(both)
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) · up [..., F]."""
+    return _apply_swiglu(gate, up)

@@ -152,10 +152,9 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _fused_linear(
-            swiglu(_fused_linear(x, [(self.gate_proj, None), (self.up_proj, None)])),
-            [(self.down_proj, None)],
-        )
+        # as one product, both would need a copy of their weights in each pass
+        gate, up = (_fused_linear(x, [(layer, None)]) for layer in (self.gate_proj, self.up_proj))
+        return _fused_linear(swiglu(gate, up), [(self.down_proj, None)])
 
 
 class Layer(nn.Module):
