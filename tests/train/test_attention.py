@@ -126,6 +126,19 @@ KERNELS = [
 ]
 
 
+def test_bfloat16_is_computed_in_float32_on_a_cpu() -> None:
+    """Values and gradients are those of the same numbers in float32, rounded once."""
+    given = [randn(seed, 2, 9, heads, 8).bfloat16() for seed, heads in enumerate((4, 2, 2))]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in given)
+        out = attend(q, k, v, None)
+        out.float().square().sum().backward()
+        results.append([x.detach().float() for x in (out, q.grad, k.grad, v.grad)])
+    for short, whole in zip(*results, strict=True):
+        torch.testing.assert_close(short, whole, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize(("case", "has"), KERNELS)
 def test_what_the_kernel_of_gpus_supports(
     monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...], has: bool

@@ -121,13 +121,16 @@ def test_large_attention_and_vocabularies_give_the_same_results(checkpoint_dir: 
     compare(model, checkpoint_dir, make_examples(5, seed=1, prompts=1))
 
 
-def test_with_torch_kernels_alone_the_results_are_the_same(
-    checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # as on a GPU and in bfloat16
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("model", "attention"):
         module = importlib.import_module(f"rollweave.train.{name}")
         monkeypatch.setattr(module, "keeps_scores", lambda x: False)
+
+
+def test_with_torch_kernels_alone_the_results_are_the_same(
+    checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(monkeypatch)
     compare(
         load_model(checkpoint_dir, dtype="float32", device=CPU),
         checkpoint_dir,
@@ -147,14 +150,15 @@ def test_no_layer_attends_with_a_mask_in_bfloat16(
     checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With a mask, torch's kernels would hold all scores of a sequence.
+    as_on_a_gpu(monkeypatch)
     masks = []
     own = functional.scaled_dot_product_attention
 
-    def attend(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    def kernel(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         masks.append(options["attn_mask"])
         return own(*tensors, **options)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", kernel)
     model = load_model(checkpoint_dir, dtype="bfloat16", device=CPU)
     model(pack(make_examples(4)), 1.0)
     assert masks == [None] * model.shape.layers

@@ -142,10 +142,10 @@ _apply_attend = cast(Callable[..., torch.Tensor], _Attend.apply)
 
 
 def keeps_scores(x: torch.Tensor) -> bool:
-    """Return whether `attend` computes with scores of its own for rows like these,
-    unless they are too many.
+    """Return whether `attend` computes with scores of its own, in float32, for rows
+    like these, unless they are too many.
     """
-    return x.device.type == "cpu" and x.dtype == torch.float32
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def attend(
@@ -179,12 +179,15 @@ def attend(
             enable_gqa=True,
         )
         return out.transpose(1, 2)
+    # In bfloat16, the backward pass of torch's kernel takes several times as long.
+    dtype, q, k, v = q.dtype, q.float(), k.float(), v.float()
     # The heads that share keys become further queries of one matrix product.
     q = torch.unflatten(q, 2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k, v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
     if visible is not None:
         visible = visible.float()[:, None].expand(-1, groups, -1, -1).flatten(0, 1)[:, None]
-    out = _apply_attend(q, k, v, visible, dim**-0.5)
+    with torch.autocast(q.device.type, enabled=False):
+        out = _apply_attend(q, k, v, visible, dim**-0.5).to(dtype)
     return out.view(batch, groups, heads // groups, width, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

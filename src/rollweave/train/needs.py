@@ -175,15 +175,18 @@ def layer_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     """
     hidden, ffn, layers = shape.hidden, shape.ffn, shape.layers
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    copied = hidden * (q + 2 * kv + 2 * ffn)
+    copied = hidden * (q + 2 * kv)
+    # attention weights, on a CPU without blocks of later keys below the last layer
+    scores = longest + (layers - 1) * longest * 5 // 8 if on_cpu else longest * layers
     if width == MASTER_BYTES:
         row = 4 * hidden + 6 * q + 4 * kv + 3 * ffn
-        # attention weights, on a CPU without blocks of later keys below the last layer
-        scores = longest + (layers - 1) * longest * 5 // 8 if on_cpu else longest * layers
     else:
         row = 6 * hidden + 6 * q + 5 * kv + 3 * ffn
-        copied += hidden * (q + ffn)
-        scores = layers  # the sum of each row's exponentials
+        copied += hidden * (q + 3 * ffn)
+        if on_cpu:  # attention computes in float32
+            row += 2 * (q + kv)
+        else:
+            scores = layers  # the sum of each row's exponentials
     normed = q + kv if shape.qk_norm else 0
     numbers = layers * normed + shape.heads * scores
     return (tokens * row + copied) * layers * width + tokens * numbers * MASTER_BYTES
