@@ -95,6 +95,9 @@ def test_values_of_csv_stay_as_they_are_written(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,problem,answer\n007,12,NA\n008,x,\n")
     options = {"path": str(tmp_path / "a.csv"), "reward": "exact", "filter": {"id": ["007", 8]}}
     assert records(options) == [{"id": "007", "problem": "12", "answer": "NA", "prompt": "12"}]
+    (tmp_path / "a.csv").write_text("id,problem,answer\nTrue,1,1\ntrue,2,2\nFalse,3,3\n")
+    of_flag = records({**options, "filter": {"id": True}})
+    assert [record["id"] for record in of_flag] == ["True", "true"]
 
 
 def test_columns_are_mapped_and_rows_filtered(tmp_path: Path) -> None:

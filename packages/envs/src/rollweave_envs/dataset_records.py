@@ -240,11 +240,13 @@ def _value(row: dict[str, Any], column: str, where: str) -> Any:
 
 def _suits(value: Any, wanted: Any) -> bool:
     """Return whether a value is the wanted one, or one of those. Values of CSV are
-    text, and are compared as such.
+    text, and are compared as such: `True` and `true` are both true.
     """
     if isinstance(wanted, list):
         return any(_suits(value, one) for one in wanted)
-    return bool(value == wanted) or (isinstance(value, str) and value == str(wanted))
+    if isinstance(value, str) and not isinstance(wanted, str):
+        value, wanted = value.lower(), str(wanted).lower()
+    return bool(value == wanted)
 
 
 def _plain(value: Any, column: str, where: str) -> Any:
