@@ -66,7 +66,7 @@ QUICK = DeltaPlan(
     rounds=5,
     masked=1 << 21,
     own=("run.steps=2", "warmup.steps=4", "rollout.groups_per_step=2", "rollout.group_size=4"),
-    chat=("run.steps=2", "rollout.groups_per_step=4"),
+    chat=("run.steps=2",),
 )
 
 

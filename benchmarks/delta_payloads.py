@@ -45,7 +45,8 @@ def own_update(settings: tuple[str, ...], model: Path | None = None) -> Versions
     """
     path, of_model = example(OWN).resolve(), list[str]()
     if model is not None:
-        path, of_model = example(CHAT).resolve(), [f"model.path={model.resolve()}"]
+        path, model = example(CHAT).resolve(), model.resolve()
+        of_model = [f"model.path={model}"]
     with contextlib.chdir(path.parent):
         import_from_working_directory()
         with recorded(path, [*settings, *OWN_ALWAYS, *of_model]) as (config, run, _):

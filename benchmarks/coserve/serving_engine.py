@@ -16,7 +16,7 @@ from typing import Any, Self
 import transformers
 
 from benchmarks.coserve.cores import Cores
-from benchmarks.engine.models import ModelCase, random_model, sizes
+from benchmarks.engine.models import ModelCase, model_of, sizes
 from benchmarks.harness import die_with_us, environment
 from benchmarks.soak.run_under_test import children_of
 from rollweave.schema.errors import RollweaveError
@@ -50,7 +50,7 @@ def save_model(directory: Path) -> Path:
     directory.
     """
     transformers.utils.logging.disable_progress_bar()
-    random_model(MODEL).save_pretrained(directory)
+    model_of(MODEL).save_pretrained(directory)
     return directory
 
 

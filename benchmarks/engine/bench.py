@@ -1,11 +1,11 @@
 """Bench `engine`: our engine against transformers' batched `generate` and vLLM's
-server, interleaved, on random models.
+server, interleaved, on random models, or on the model of `--model`.
 
 All sample at temperature 1 from the same prompts, produce the same number of tokens and
 compute with one thread; the peers are spared the log-probs that our engine gives with
 every token. Against transformers it runs in this process, as transformers does; against
 vLLM in a child process, as vLLM does. Figures carry the model's name as suffix
-(`_tiny`, `_100m`).
+(`_tiny`, `_100m`, `_model`).
 """
 
 import itertools
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.contract import Figure, Result
@@ -27,7 +28,8 @@ from benchmarks.engine.models import (
     ModelCase,
     kv_bytes,
     model_cases,
-    random_model,
+    model_of,
+    pretrained_case,
     requests_of,
 )
 from benchmarks.engine.vllm_server import MISSING, PeerError, VllmServer, conditions_of, interpreter
@@ -36,8 +38,10 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest
 
 CONCURRENCY = (1, 16, 64)
-COMPARED = 16
-"""Numbers of concurrent requests at which the peers are measured too."""
+"""Numbers of concurrent requests, beside those at which the peers are measured."""
+
+SHORT = 16
+"""Number of concurrent requests of the same engine in bfloat16."""
 
 THREADS = 1
 """Threads of each engine, as in the processes of a run."""
@@ -50,9 +54,9 @@ TURNS, TURNS_QUICK = 10_000, 300
 
 SPARED = "one thread and float32 everywhere; the peers are spared log-probs"
 PEERS = {
-    "ratio_to_hf_16": f"both in the process of the bench, {SPARED}",
-    "ratio_to_vllm_16": (
-        f"tokens_per_s_process_16 over tokens_per_s_vllm_16: each in a child process, {SPARED}; "
+    "ratio_to_hf": f"both in the process of the bench, {SPARED}",
+    "ratio_to_vllm": (
+        f"tokens_per_s_process over tokens_per_s_vllm: each in a child process, {SPARED}; "
         "vLLM's time includes HTTP, ours the frames on its socket"
     ),
 }
@@ -70,14 +74,14 @@ class Case:
     missing: str = ""
 
 
-def bench_engine(*, quick: bool) -> Result:
+def bench_engine(*, quick: bool, model: Path | None) -> Result:
     """Return tokens/s, ratios to peers, cache hits, log-prob error, and whether a batch
-    changes the results of its requests.
+    changes the results of its requests; with a pretrained `model`, of that alone.
     """
     torch.set_num_threads(THREADS)
     transformers_logging.disable_progress_bar()
     return compare(
-        model_cases(quick=quick),
+        model_cases(quick=quick) if model is None else [pretrained_case(model, quick=quick)],
         turns=TURNS_QUICK if quick else TURNS,
         python=interpreter(),
         eager=quick,
@@ -116,10 +120,12 @@ def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eage
         for case in cases:
             figures |= _named(case.subject, _speed(case))
             if case.missing:
-                conditions |= _named(
-                    case.subject,
-                    dict.fromkeys(("ratio_to_vllm_16", "tokens_per_s_vllm_16"), case.missing),
-                )
+                names = [
+                    f"{what}_vllm_{count}"
+                    for what in ("ratio_to", "tokens_per_s")
+                    for count in case.subject.compared
+                ]
+                conditions |= _named(case.subject, dict.fromkeys(names, case.missing))
     for subject in chosen:
         lengths = {
             "prompt_tokens": subject.prompt,
@@ -141,19 +147,24 @@ def _named(subject: ModelCase, values: dict[str, Any]) -> dict[str, Any]:
 def _case(
     subject: ModelCase, scratch: Path, python: str | None, stack: ExitStack, *, eager: bool
 ) -> Case:
-    """Save the model, and start its server."""
-    model = random_model(subject)
-    model.save_pretrained(scratch)
-    spec = EngineSpec(
-        id=EngineId("bench"), model=str(scratch), threads=THREADS, kv_tokens=KV_TOKENS
-    )
+    """Save the model, unless it is a checkpoint, and start its server."""
+    model, folder = model_of(subject), str(subject.path or scratch)
+    scratch.mkdir()
+    if subject.path is None:
+        model.save_pretrained(scratch)
+    spec = EngineSpec(id=EngineId("bench"), model=folder, threads=THREADS, kv_tokens=KV_TOKENS)
     case = Case(subject=subject, model=model, spec=spec, scratch=scratch)
     if python is None:
         case.missing = MISSING
         return case
     kv = kv_bytes(subject, KV_TOKENS)
     server = VllmServer(
-        python, str(scratch), kv_bytes=kv, eager=eager, scratch=scratch, concurrency=COMPARED
+        python,
+        folder,
+        kv_bytes=kv,
+        eager=eager,
+        scratch=scratch,
+        concurrency=max(subject.compared),
     )
     try:
         case.vllm = stack.enter_context(server)
@@ -175,24 +186,33 @@ def _speed(case: Case) -> dict[str, Figure]:
     the ratios of each repeat's rates.
     """
     rates: dict[str, list[float]] = {}
-    seeds = itertools.count(1)
+    seeds, compared = itertools.count(1), case.subject.compared
+    short = replace(case.spec, dtype="bfloat16")
     with (
         Harness(case.spec) as engine,
+        Harness(short) as engine_16,
         ProcessHarness(case.spec, log=case.scratch / "engine.log") as process,
     ):
-        _round(case, (COMPARED,), engine, process, seeds)  # warm-up
+        _round(case, compared[-1:], engine, process, seeds)  # warm-up
+        _rate(engine_16.generate, requests_of(case.subject, SHORT, next(seeds)))
         for _ in range(case.subject.repeats):
-            for name, rate in _round(case, CONCURRENCY, engine, process, seeds).items():
+            counts = sorted({*CONCURRENCY, *compared})
+            measured = _round(case, counts, engine, process, seeds)
+            short_requests = requests_of(case.subject, SHORT, next(seeds))
+            measured["bf16"] = _rate(engine_16.generate, short_requests)
+            for name, rate in measured.items():
                 rates.setdefault(name, []).append(rate)
     if case.vllm is None:
-        rates.pop(f"vllm_{COMPARED}", None)
+        rates = {name: samples for name, samples in rates.items() if "vllm" not in name}
     figures: dict[str, Figure] = {
         f"tokens_per_s_{name}": statistics.median(samples) for name, samples in rates.items()
     }
-    figures.setdefault(f"tokens_per_s_vllm_{COMPARED}", None)
-    for peer, ours in (("hf", f"{COMPARED}"), ("vllm", f"process_{COMPARED}")):
-        theirs = rates.get(f"{peer}_{COMPARED}")
-        figures[f"ratio_to_{peer}_{COMPARED}"] = theirs and median_ratio(rates[ours], theirs)
+    figures["bf16_over_f32"] = median_ratio(rates["bf16"], rates[f"{SHORT}"])
+    for count in compared:
+        figures.setdefault(f"tokens_per_s_vllm_{count}", None)
+        for peer, ours in (("hf", f"{count}"), ("vllm", f"process_{count}")):
+            theirs = rates.get(f"{peer}_{count}")
+            figures[f"ratio_to_{peer}_{count}"] = theirs and median_ratio(rates[ours], theirs)
     return figures
 
 
@@ -211,7 +231,7 @@ def _round(
     for count in counts:
         requests = requests_of(case.subject, count, next(seeds))
         rates[f"{count}"] = _rate(engine.generate, requests)
-        if count != COMPARED:
+        if count not in case.subject.compared:
             continue
         rates[f"hf_{count}"] = _transformers_rate(case.model, requests, case.subject.output)
         rates[f"process_{count}"] = _rate(process.generate, requests)

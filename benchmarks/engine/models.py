@@ -1,21 +1,24 @@
 """Models and requests of the engine bench.
 
-Weights and prompts are random, from fixed seeds.
+Prompts are random, from fixed seeds, and so are weights that are not a checkpoint's.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from rollweave.schema.serving import GenerateRequest, Sampling
+from rollweave.weights.checkpoint import read_shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
     """One model and its run lengths: prompts of `prompt` tokens on average, `output`
-    tokens each, `repeats` runs.
+    tokens each, `repeats` runs; `compared` are the numbers of concurrent requests at
+    which the peers are measured, too. Without a `path`, weights are random.
     """
 
     name: str
@@ -23,6 +26,8 @@ class ModelCase:
     prompt: int
     output: int
     repeats: int
+    compared: tuple[int, ...] = (16,)
+    path: Path | None = None
 
 
 def sizes(
@@ -71,7 +76,29 @@ def model_cases(*, quick: bool) -> list[ModelCase]:
     ]
 
 
-def random_model(case: ModelCase) -> Any:
+def pretrained_case(path: Path, *, quick: bool) -> ModelCase:
+    """Return the case of a checkpoint of a Llama or Qwen model."""
+    shape = read_shape(path)
+    same = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "context")
+    config = sizes(head=shape.head_dim, **{name: getattr(shape, name) for name in same})
+    output, repeats = (8, 1) if quick else (64, 5)
+    return ModelCase(
+        name="model",
+        config=config,
+        prompt=64,
+        output=output,
+        repeats=repeats,
+        compared=(1, 16, 32),
+        path=path,
+    )
+
+
+def model_of(case: ModelCase) -> Any:
+    """Return the model as transformers computes it, in float32."""
+    if case.path is not None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(case.path, dtype=torch.float32)
+        loaded.generation_config = GenerationConfig(pad_token_id=0)
+        return loaded.eval()
     torch.manual_seed(0)
     rope: Any = {"rope_type": "default", "rope_theta": 10000.0}
     settings: dict[str, Any] = {

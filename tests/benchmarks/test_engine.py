@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.contract import Result
-from benchmarks.engine.bench import COMPARED, CONCURRENCY, compare
+from benchmarks.engine.bench import CONCURRENCY, compare
 from benchmarks.engine.exactness import changes
 from benchmarks.engine.models import ModelCase, model_cases
 from rollweave.schema.serving import FinishReason, GenerateResult
@@ -19,9 +19,9 @@ torch.set_num_threads(1)
 
 SPEEDS = [
     f"tokens_per_s_{variant}_small"
-    for variant in (*CONCURRENCY, *(f"{peer}_{COMPARED}" for peer in ("hf", "process", "vllm")))
+    for variant in (*CONCURRENCY, "hf_16", "process_16", "vllm_16", "bf16")
 ]
-RATIOS = ["ratio_to_hf_16_small", "ratio_to_vllm_16_small"]
+RATIOS = ["ratio_to_hf_16_small", "ratio_to_vllm_16_small", "bf16_over_f32_small"]
 EXACTNESS = [
     "prefix_hit_rate_small",
     "logprob_error_max_small",

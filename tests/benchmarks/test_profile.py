@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.models import model_cases, random_model
+from benchmarks.engine.models import model_cases, model_of
 from benchmarks.engine.profile import (
     Measurement,
     bench_profile,
@@ -21,7 +21,7 @@ from rollweave_sim.profile import Profile, ProfileCost, Sample
 
 @pytest.mark.extended
 def test_simulations_read_a_profile(tmp_path: Path) -> None:
-    random_model(model_cases(quick=True)[0]).save_pretrained(tmp_path / "model")
+    model_of(model_cases(quick=True)[0]).save_pretrained(tmp_path / "model")
     result = bench_profile(tmp_path / "out" / "profile.json", tmp_path / "model", quick=True)
     cost = ProfileCost.from_json(tmp_path / "out" / "profile.json")
     assert cost.kv_tokens == 65536

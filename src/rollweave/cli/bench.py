@@ -67,7 +67,7 @@ SEEDED = (
 """Names of benchmarks that repeat a run with several seeds."""
 
 
-WITH_MODEL = ("delta",)
+WITH_MODEL = ("delta", "engine")
 """Names of benchmarks that measure a pretrained model, too, where one is given."""
 
 

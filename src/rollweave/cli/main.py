@@ -763,8 +763,9 @@ def bench(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="With --profile: a model directory; by default the demo's model. With delta: a "
-            "pretrained chat model, which is measured as well."
+            help="With engine: the directory of a pretrained model, which is measured in place of "
+            "random ones, or whose step times are. With delta: that of a chat model, whose updates "
+            "are measured as well."
         ),
     ] = None,
     real: Annotated[
