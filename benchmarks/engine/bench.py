@@ -46,7 +46,7 @@ SHORT = 16
 THREADS = 1
 """Threads of each engine, as in the processes of a run."""
 
-KV_TOKENS = 32768
+KV_TOKENS = 16384
 """KV tokens of each engine: more than 64 requests need."""
 
 TURNS, TURNS_QUICK = 10_000, 300

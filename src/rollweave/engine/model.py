@@ -19,9 +19,15 @@ from rollweave.engine.attention import TILE_ROWS, Attention, Plan
 from rollweave.schema.errors import WeightsError
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.needs import packed_head
 from rollweave.weights.staging import on_device
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+PACKED_ROWS = {torch.float32: 4, torch.bfloat16: 1}
+"""Fewest rows for which a CPU multiplies with the output head faster in oneDNN's own
+layout, by number format.
+"""
 
 
 @dataclass(slots=True)
@@ -58,10 +64,16 @@ class Batch:
 
 
 class DecoderWeights:
-    """One version of a decoder's parameters, in the layout of the computation."""
+    """One version of a decoder's parameters, in the layout of the computation. With
+    `packs`, a large output head is also in oneDNN's layout, `packed_head`.
+    """
 
-    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, packs: bool = False
+    ) -> None:
         self.shape, self.device = shape, device
+        self._packs = packs and packed_head(shape) > 0 and dtype in PACKED_ROWS
+        self.packed_head: torch.Tensor | None = None
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, device=device, dtype=dtype)
@@ -94,6 +106,12 @@ class DecoderWeights:
         """Copy another version of the same model over this one, in place."""
         for own, new in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(new)
+        self._pack()
+
+    def _pack(self) -> None:
+        if self._packs:
+            head = self.head.t()
+            self.packed_head = torch.ops.mkldnn._reorder_linear_weight(head, TILE_ROWS)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.embed, self.norm)
@@ -119,6 +137,7 @@ class DecoderWeights:
                 self.norm.copy_(tensor)
             else:
                 self._load_layer(name, tensor.to(self.device))
+        self._pack()
 
     def _load_layer(self, name: str, tensor: torch.Tensor) -> None:
         _, _, index, rest = name.split(".", 3)
@@ -222,7 +241,8 @@ class Decoder:
 
         Raises torch.OutOfMemoryError on a GPU without room.
         """
-        return DecoderWeights(self.shape, device=self.device, dtype=self.dtype)
+        packs = self.device.type == "cpu" and not self.tiles
+        return DecoderWeights(self.shape, device=self.device, dtype=self.dtype, packs=packs)
 
     def update(self, staged: DecoderWeights, *, in_place: bool) -> None:
         """Use these parameters from now on: themselves, or copied over those in use."""
@@ -276,7 +296,15 @@ class Decoder:
             self._accumulate(x, silu(gate).mul_(up), layer.down, layer.down_bias)
         if sampled is not None:
             x = x.index_select(0, sampled)
-        return self._project(self._rms(x, weights.norm), weights.head, None).float()
+        return self._logits(self._rms(x, weights.norm))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        packed = self.weights.packed_head
+        if packed is None or len(x) < PACKED_ROWS[self.dtype]:
+            return self._project(x, self.weights.head, None).float()
+        linear = torch.ops.mkldnn._linear_pointwise
+        logits: torch.Tensor = linear(x, packed, None, "none", [], "")
+        return logits.float()
 
     def _scale(self, x: torch.Tensor) -> torch.Tensor:
         """Return 1 / root mean square over the last axis: [..., 1]."""

@@ -11,6 +11,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Need, computing
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.needs import packed_head
 
 SERVER_BYTES = 1200 << 20
 """Memory of an inference server beside weights and KV: 1.1 GB were measured of vLLM on
@@ -41,6 +42,8 @@ def engine_needs(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         if dtype == "float32" and not group.deterministic:
             what = "copy of the KV cache"
             needs.append(Need(what=what, nbytes=kv, setting="engines.kv_tokens"))
+        if not group.deterministic and (head := packed_head(shape) * width):
+            needs.append(Need(what="output head in another layout", nbytes=head, setting="model"))
     else:
         # attention gathers the blocks of one layer, and new weights arrive one by one
         largest = max(map(math.prod, shape.tensors().values()))

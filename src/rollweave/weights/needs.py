@@ -11,6 +11,17 @@ from rollweave.weights.checkpoint import ModelShape
 PUBLICATIONS = 3
 """Number of weight versions that the trainer and each relay keep, usually."""
 
+PACKED_WEIGHTS = 1 << 22
+"""Fewest weights of an output head that an engine on a CPU keeps in oneDNN's layout,
+too.
+"""
+
+
+def packed_head(shape: ModelShape) -> int:
+    """Return the number of weights of the output head that are kept twice."""
+    head = shape.vocab * shape.hidden
+    return head if head >= PACKED_WEIGHTS else 0
+
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
     """Return the number of weights that are trained and published: the adapters'
