@@ -69,8 +69,7 @@ class Vandal:
         spoil(options)
         yield "a place", [Message(role="user", content="hello")]
 
-    def prepare(self) -> None:
-        """Not the hook, which belongs to the class."""
+    def prepare(self) -> None: ...  # not the hook, which belongs to the class
 
     @classmethod
     def drops_overlong(cls, options: Options) -> bool:

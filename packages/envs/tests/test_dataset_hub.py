@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -171,11 +172,10 @@ def test_a_token_opens_a_gated_data_set_and_is_sent_to_the_hub_alone(
     hub.requests.clear()
     hub.gated.clear()
     url = f"{hub.url}/datasets/openai/gsm8k/resolve/{commit}/README.md"
+    of_files = downloads._Downloads("dataset", "openai/gsm8k", ())
     for number, location in enumerate((url, url.replace("127.0.0.1", "localhost"))):
         with open(tmp_path / str(number), "ab") as unfinished:
-            downloads._append(
-                location, url, unfinished, SimpleNamespace(update=bool), threading.Event()
-            )
+            of_files._append(location, url, unfinished, SimpleNamespace(update=bool))
     assert ["Authorization" in one.headers for one in hub.requests] == [True, False]
 
 
@@ -217,14 +217,14 @@ def test_one_failure_ends_all_downloads(hub: HubServer, monkeypatch: pytest.Monk
     begun: list[str] = []
     waits = threading.Barrier(2, timeout=60)
 
-    def append(location: str, url: str, unfinished: Any, progress: Any, ended: Any) -> None:
+    def append(self: Any, location: str, url: str, unfinished: Any, progress: Any) -> None:
         begun.append(location)
         waits.wait()
         if "train-0" in location:
             raise PermissionError("the disk refuses")
-        assert ended.wait(60)
+        assert self.ended.wait(60)
 
-    monkeypatch.setattr(downloads, "_append", append)
+    monkeypatch.setattr(downloads._Downloads, "_append", append)
     monkeypatch.setattr(downloads, "DOWNLOADS", 2)
     files = hub.repositories["datasets"]["openai/gsm8k"]["main"]
     names = sorted(
@@ -235,6 +235,55 @@ def test_one_failure_ends_all_downloads(hub: HubServer, monkeypatch: pytest.Monk
         downloads.download("dataset", "openai/gsm8k", wanted)
     assert len(begun) == 2
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.parquet"))
+
+
+def test_files_with_equal_contents_are_downloaded_once(
+    hub: HubServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = dict.fromkeys(("a.json", "b.json", "c.json"), b"{}")
+    hub.repositories["models"]["x/y"] = {"main": {**files, "model.safetensors": b"w"}}
+    assert downloads.fetched("x/y") == f"x/y@{commit_of({**files, 'model.safetensors': b'w'})}"
+    assert "waiting for another" not in capfd.readouterr().err
+    assert [one.method for one in hub.asked(".json")].count("GET") == 1
+
+
+def test_a_dry_run_without_the_network_reads_what_another_has_fetched(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["models"]["x/y"] = {"main": {"a.json": b"{}", "model.safetensors": b"w"}}
+    online = downloads.fetched("x/y", weights=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert downloads.fetched("x/y", weights=False) == online
+    with pytest.raises(ConfigError, match="in the cache in offline mode"):
+        downloads.fetched("x/y")
+
+
+def test_a_refusal_of_the_hub_is_repeated_and_not_called_passing(hub: HubServer) -> None:
+    hub.status = 400
+    with pytest.raises(ConfigError) as raised:
+        downloads.fetched("x/y")
+    assert "which answered with status 400, got 'x/y' (" in str(raised.value)
+    assert "the next attempt" not in str(raised.value)
+
+
+def test_ctrl_c_ends_a_download_that_waits(tmp_path: Path) -> None:
+    """Its threads do not keep the process: the one that waits here waits for ever."""
+    code = (
+        "import sys, threading\n"
+        "from rollweave.io import hub\n"
+        "def wait(*_):\n"
+        "    print('waits', flush=True)\n"
+        "    threading.Event().wait()\n"
+        "hub._Downloads._download = wait\n"
+        "hub.download('model', 'x/y', [('c', 'f')])\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"waits\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    assert errors.splitlines()[-1] == b"KeyboardInterrupt"
 
 
 def test_an_address_that_has_expired_is_asked_for_again(hub: HubServer) -> None:
@@ -255,7 +304,8 @@ def test_a_download_waits_for_another_process_which_the_user_is_told(
     with ThreadPoolExecutor(1) as pool, open(file, "ab") as own:
         with open(file, "ab") as others:
             fcntl.flock(others, fcntl.LOCK_EX)
-            locked = pool.submit(downloads._locked, own, "a.parquet", threading.Event())
+            of_files = downloads._Downloads("dataset", "x/y", ())
+            locked = pool.submit(of_files._locked, own, "a.parquet")
             text = said.get(timeout=60)
         assert locked.result(60)
     assert text == "waiting for another process, which downloads a.parquet"
@@ -280,15 +330,15 @@ def test_a_hub_that_fails_is_one_line(hub: HubServer) -> None:
 def test_a_full_disk_is_one_line_and_the_download_goes_on(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = downloads._append
+    append = downloads._Downloads._append
 
-    def full(location: str, url: str, unfinished: Any, *others: Any) -> None:
-        append(location, url, unfinished, *others)
+    def full(self: Any, location: str, url: str, unfinished: Any, progress: Any) -> None:
+        append(self, location, url, unfinished, progress)
         unfinished.truncate(100)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(downloads, "_append", full)
+        patched.setattr(downloads._Downloads, "_append", full)
         with pytest.raises(ConfigError) as raised:
             Dataset.prepare(OPTIONS)
     text = str(raised.value)

@@ -1,7 +1,6 @@
 """The commands about what serves a run: `rollweave host` offers this host to the
 controller, and `rollweave engines` lists, adds and removes engines of a run while it
 trains.
-
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.io.http.listening import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.checkpoints import with_former_commits, with_model
+from rollweave.runtime.checkpoints import with_model
 from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.schema.address import PRIVATE_NETWORKS, Hosts
 from rollweave.schema.commands import Warn
@@ -47,7 +47,7 @@ def serve(
         if path.is_file() or path.suffix == ".toml"
         else service_of_run(str(path), overrides)
     )
-    config = with_model(with_former_commits(config))
+    config = with_model(config)
     config, warnings = examine_service(config, registered=registered)
     for check in warnings:
         err.print(f"[yellow]{escape(check.name)}:[/] {escape(check.detail)}", soft_wrap=True)

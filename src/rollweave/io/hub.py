@@ -6,7 +6,8 @@ download, so that a resumed run, and all processes of a run, read the same files
 the hub's cache without the network. The library `huggingface_hub` asks the hub, and
 reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Its own download starts a file
 anew in each process; ours puts a file, once it is complete, where the library looks for
-it. Files whose place or size the hub does not tell are left to the library.
+it. Files whose place or size the hub does not tell, and all files on a file system
+without locks, are left to the library.
 
 Invariants: a file gets its name in the cache only when it is complete; two processes
 never write to the same unfinished file.
@@ -21,17 +22,17 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlparse
 
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import human_bytes
 
 Kind = Literal["model", "dataset"]
+T = TypeVar("T")
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 """Form of the names of models on the hub, which relative paths may have too."""
@@ -105,7 +106,7 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
     hub = _hub()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    needed = [*NEEDED, WEIGHTS]
+    needed = [*NEEDED, *([WEIGHTS] if weights else [])]
     name, revision = match["name"], match["revision"]
 
     def snapshot(patterns: list[str], **how: Any) -> Any:
@@ -117,10 +118,12 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
     try:
         # without the network, the library answers from the cache, or says what is wrong
         with contextlib.suppress(hub.errors.DryRunError):
-            listed = snapshot(needed, dry_run=True)
+            listed = snapshot([*NEEDED, WEIGHTS], dry_run=True)
             if not any(fnmatch(file.filename, WEIGHTS) for file in listed):
-                raise ConfigError(_without_weights(name, revision, field=field, got=path))
-            needed = needed if weights else list(NEEDED)
+                raise ConfigError(
+                    f"{field} must be a model whose weights are in model*.safetensors beside its "
+                    f"config.json, got {path!r}, which has none"
+                )
             missing = [
                 (file.commit_hash, file.filename)
                 for file in listed
@@ -140,20 +143,6 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
         said = " ".join(said.split())
         raise ConfigError(f"{said} (nor is there a folder of this name)") from error
     return f"{name}@{Path(folder).name}"
-
-
-def _without_weights(name: str, revision: str | None, *, field: str, got: str) -> str:
-    """Say that a repository has no weights in the one format that is read, and which
-    files it has.
-    """
-    files = sorted(_hub().HfApi().list_repo_files(name, revision=revision))
-    others = [file for file in files if file.endswith((".bin", ".gguf", ".pt", ".pth", ".h5"))]
-    has = others or files
-    shown = ", ".join(has[:3]) + (f" and {len(has) - 3} others" if len(has) > 3 else "")
-    return (
-        f"{field} must be a model with weights in {WEIGHTS}, got {got!r}, which has "
-        f"{shown or 'no files'}"
-    )
 
 
 def problem(
@@ -194,10 +183,7 @@ def problem(
         )
     verb, details = _failure(chain)
     if name and verb:
-        return (
-            f"{field} must be downloaded from {site}, which {verb}, {shown}{details}; the next "
-            "attempt continues what was downloaded"
-        )
+        return f"{field} must be downloaded from {site}, which {verb}, {shown}{details}"
     return None
 
 
@@ -215,14 +201,16 @@ def _is_full(error: OSError) -> bool:
 
 
 def _failure(chain: list[BaseException]) -> tuple[str, str]:
-    """Return what a server did, and more of it in brackets; "" for a problem that is
-    not a server's.
+    """Return what a server did, and what the user should know of it; "" for a problem
+    that is not a server's.
     """
+    again = "; the next attempt continues what was downloaded"
     for each in chain:
+        text = " ".join(str(each).split())[:160]
         if status := _status(each):
-            return f"answered with status {status}", ""
+            return f"answered with status {status}", again if _may_pass(each) else f" ({text})"
         if is_network(each):
-            return "cannot be reached", f" ({type(each).__name__}: {str(each)[:120]})"
+            return "cannot be reached", f" ({type(each).__name__}: {text}){again}"
     return "", ""
 
 
@@ -286,118 +274,150 @@ def download(kind: Kind, name: str, files: Iterable[tuple[str, str]]) -> None:
 
     Passes the errors of the library and of the operating system through.
     """
-    ended = threading.Event()
-    pool = ThreadPoolExecutor(DOWNLOADS)
+    downloads = _Downloads(kind, name, files)
+    # an executor's threads would keep the process alive
+    threads = [threading.Thread(target=downloads.work, daemon=True) for _ in range(DOWNLOADS)]
     try:
-        for done in as_completed(
-            [pool.submit(_download, kind, name, commit, file, ended) for commit, file in files]
-        ):
-            done.result()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
-        ended.set()
-        pool.shutdown(cancel_futures=True)
+        downloads.ended.set()
+    if downloads.failures:
+        raise downloads.failures[0]
 
 
-def _download(kind: Kind, name: str, commit: str, file: str, ended: threading.Event) -> None:
-    """Download one file, unless it is there, or only the library can."""
-    hub = _hub()
-    kept = hub.try_to_load_from_cache(name, file, revision=commit, repo_type=kind)
-    if isinstance(kept, str):
-        return
-    url = hub.hf_hub_url(
-        name, file, revision=commit, repo_type=kind, endpoint=hub.constants.ENDPOINT
-    )
-    about = hub.get_hf_file_metadata(url, retry_on_errors=True)
-    if not about.etag or not about.size or not re.fullmatch(r"[\w.-]+", about.etag):
-        return
-    blob = _repository(kind, name) / "blobs" / about.etag
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    if blob.exists():
-        return
-    with open(blob.with_name(blob.name + SUFFIX), "ab") as unfinished:
-        if not _locked(unfinished, file, ended) or blob.exists():
-            return
-        _complete(about, url, unfinished, shown=file, ended=ended)
-        unfinished.flush()
-        os.fsync(unfinished.fileno())
-        if DIGEST.fullmatch(about.etag) and _digest(unfinished.name) != about.etag:
-            unfinished.truncate(0)
-            raise ConnectionError(f"{file} was received with another digest than the hub tells")
-        Path(unfinished.name).rename(blob)
+class _Downloads:
+    """Downloads of files of one repository, by several threads."""
 
+    def __init__(self, kind: Kind, name: str, files: Iterable[tuple[str, str]]) -> None:
+        self._kind, self._name, self._left = kind, name, iter(list(files))
+        self._begun: dict[str, str] = {}
+        """File by its ETag: of files with equal contents, one is downloaded."""
+        self.failures: list[Exception] = []
+        self.ended = threading.Event()
 
-def _locked(unfinished: Any, file: str, ended: threading.Event) -> bool:
-    """Wait until no other process downloads this file, which the user is told. Return
-    False if all downloads end before, or if the file system has no locks.
-    """
-    has_waited = False
-    while not ended.is_set():
+    def work(self) -> None:
+        """Download one file after the other."""
         try:
-            fcntl.flock(unfinished, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not has_waited:
-                print(f"waiting for another process, which downloads {file}", file=sys.stderr)
-            has_waited = True
-            ended.wait(PAUSE_S)
-        except OSError:
-            return False
-        else:
-            return True
-    return False
+            while not self.ended.is_set() and (wanted := next(self._left, None)) is not None:
+                self._download(*wanted)
+        except Exception as error:
+            self.failures.append(error)
+            self.ended.set()
 
+    def _download(self, commit: str, file: str) -> None:
+        """Download one file, unless it is there, or only the library can."""
+        hub = _hub()
+        of_kind = {"revision": commit, "repo_type": self._kind}
+        if isinstance(hub.try_to_load_from_cache(self._name, file, **of_kind), str):
+            return
+        url = hub.hf_hub_url(self._name, file, endpoint=hub.constants.ENDPOINT, **of_kind)
+        about = self._tried(lambda: hub.get_hf_file_metadata(url))
+        if not about.etag or not about.size or not re.fullmatch(r"[\w.-]+", about.etag):
+            return
+        blob = _repository(self._kind, self._name) / "blobs" / about.etag
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        if blob.exists() or self._begun.setdefault(about.etag, file) != file:
+            return
+        unfinished = blob.with_name(blob.name + SUFFIX)
+        with open(unfinished, "ab") as opened:
+            if not self._locked(opened, file) or blob.exists():
+                if not opened.tell():
+                    unfinished.unlink(missing_ok=True)
+                return
+            self._complete(about, url, opened, shown=file)
+            opened.flush()
+            os.fsync(opened.fileno())
+            if DIGEST.fullmatch(about.etag) and _digest(unfinished) != about.etag:
+                opened.truncate(0)
+                raise ConnectionError(f"{file} was received with another digest than the hub tells")
+            unfinished.rename(blob)
 
-def _complete(about: Any, url: str, unfinished: Any, *, shown: str, ended: threading.Event) -> None:
-    """Append what an unfinished file lacks, and go on if a connection breaks, with a
-    new address: that of a storage expires.
-    """
-    fruitless, size, location = 0, about.size, about.location
-    begun = unfinished.seek(0, os.SEEK_END)
-    with _hub().utils.tqdm(
-        total=size, initial=begun, unit="B", unit_scale=True, desc=shown, leave=False
-    ) as progress:
-        while (begun := unfinished.seek(0, os.SEEK_END)) != size:
-            if begun > size:
-                unfinished.truncate(0)
+    def _locked(self, unfinished: Any, file: str) -> bool:
+        """Wait until no other process downloads this file, which the user is told.
+        Return False if all downloads end before, or if the file system has no locks.
+        """
+        has_waited = False
+        while not self.ended.is_set():
             try:
-                location = location or _hub().get_hf_file_metadata(url).location
-                _append(location, url, unfinished, progress, ended)
+                fcntl.flock(unfinished, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not has_waited:
+                    print(f"waiting for another process, which downloads {file}", file=sys.stderr)
+                has_waited = True
+                self.ended.wait(PAUSE_S)
+            except OSError:
+                return False
+            else:
+                return True
+        return False
+
+    def _tried(self, action: Callable[[], T], advanced: Callable[[], bool] = lambda: False) -> T:
+        """Return the action's result; repeat it after a failure that may pass."""
+        fruitless = 0
+        while True:
+            try:
+                return action()
             except Exception as error:
-                unfinished.flush()
-                fruitless = 0 if unfinished.seek(0, os.SEEK_END) > begun else fruitless + 1
+                fruitless = 0 if advanced() else fruitless + 1
                 if fruitless == TRIES or not _may_pass(error):
                     raise
-                location = ""
-                ended.wait(PAUSE_S * 2**fruitless)
-            if ended.is_set():
-                raise InterruptedError(f"the download of {shown} was ended")
+                if self.ended.wait(PAUSE_S * 2**fruitless):
+                    raise
 
+    def _complete(self, about: Any, url: str, unfinished: Any, *, shown: str) -> None:
+        """Append what an unfinished file lacks, and go on if a connection breaks, with
+        a new address: that of a storage expires.
+        """
+        begun, location = unfinished.seek(0, os.SEEK_END), about.location
 
-def _append(
-    location: str, url: str, unfinished: Any, progress: Any, ended: threading.Event
-) -> None:
-    """Append what the server sends. The token is sent to the hub alone, and not to the
-    storage to which it refers.
-    """
-    hub = _hub()
-    begun = unfinished.seek(0, os.SEEK_END)
-    is_hub = urlparse(location).netloc == urlparse(url).netloc
-    headers = hub.utils.build_hf_headers() if is_hub else {}
-    headers |= {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begun}-"} if begun else {})
-    timeout_s = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
-    with hub.get_session().stream("GET", location, headers=headers, timeout=timeout_s) as response:
-        if response.status_code == 403 and not is_hub:
-            raise ConnectionError("the storage refused its address, which may have expired")
-        hub.utils.hf_raise_for_status(response)
-        if begun and response.status_code != 206:
-            unfinished.truncate(0)
-        received = False
-        for chunk in response.iter_bytes():
-            received = True
-            progress.update(unfinished.write(chunk))
-            if ended.is_set():
-                return
-    if not received:
-        raise ConnectionError("the server sent nothing")
+        def append() -> None:
+            nonlocal begun, location
+            begun = unfinished.seek(0, os.SEEK_END)
+            if begun > about.size:
+                unfinished.truncate(0)
+            location, known = "", location or _hub().get_hf_file_metadata(url).location
+            self._append(known, url, unfinished, progress)
+
+        def advanced() -> bool:
+            unfinished.flush()
+            return bool(unfinished.seek(0, os.SEEK_END) > begun)
+
+        with _hub().utils.tqdm(
+            total=about.size, initial=begun, unit="B", unit_scale=True, desc=shown, leave=False
+        ) as progress:
+            while unfinished.seek(0, os.SEEK_END) != about.size:
+                self._tried(append, advanced)
+                if self.ended.is_set():
+                    raise InterruptedError(f"the download of {shown} was ended")
+
+    def _append(self, location: str, url: str, unfinished: Any, progress: Any) -> None:
+        """Append what the server sends. The token is sent to the hub alone, and not to
+        the storage to which it refers.
+        """
+        hub = _hub()
+        begun = unfinished.seek(0, os.SEEK_END)
+        is_hub = urlparse(location).netloc == urlparse(url).netloc
+        headers = hub.utils.build_hf_headers() if is_hub else {}
+        headers |= {"Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={begun}-"} if begun else {}
+        limit_s, session = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT, hub.get_session()
+        with session.stream("GET", location, headers=headers, timeout=limit_s) as response:
+            if response.status_code == 403 and not is_hub:
+                raise ConnectionError("the storage refused its address, which may have expired")
+            hub.utils.hf_raise_for_status(response)
+            if begun and response.status_code != 206:
+                unfinished.truncate(0)
+            received = False
+            for chunk in response.iter_bytes():
+                received = True
+                progress.update(unfinished.write(chunk))
+                if self.ended.is_set():
+                    return
+        if not received:
+            raise ConnectionError("the server sent nothing")
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -406,6 +426,6 @@ def _may_pass(error: BaseException) -> bool:
     return status in (408, 429) or status >= 500 or (not status and is_network(error))
 
 
-def _digest(file: str) -> str:
+def _digest(file: Path) -> str:
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -126,13 +126,9 @@ def read_tokenizer(directory: Path) -> CheckpointTokenizer | None:
         ) from error
     if kind in ("Qwen2Tokenizer", "CohereTokenizer"):  # these have no other special tokens
         tokens = {_text(token): token for token in (*named.values(), *extra)}
-        keeps = kind == "CohereTokenizer"  # how a token strips the text beside it, for example
-        tokenizer.add_tokens(
-            [
-                token if keeps and isinstance(token, AddedToken) else AddedToken(text, special=True)
-                for text, token in tokens.items()
-            ]
-        )
+        if kind == "CohereTokenizer":  # it keeps how tokens strip the text beside them
+            tokens = {text: one for text, one in tokens.items() if isinstance(one, str)}
+        tokenizer.add_tokens([AddedToken(text, special=True) for text in tokens])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None) is not None:

@@ -12,12 +12,13 @@ from, and the journal records it.
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rollweave.io.disk import REPLACED_SUFFIX, replace_directory
-from rollweave.io.hub import PINNED, fetched, folder
+from rollweave.io.hub import PINNED, fetched, folder, is_hub_name
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -178,39 +179,42 @@ def with_model(config: RunConfig, *, weights: bool = True) -> RunConfig:
 
 def with_former_commits(config: RunConfig) -> RunConfig:
     """Return the configuration of a run that resumes with the commits of its model and
-    of its data sets, whatever their names mean on the hub by now. A configuration that
-    names another commit keeps it.
+    of its data sets, whatever their names, and the branches that they name, mean on the
+    hub by now. A name with a commit stays.
 
     Raises ConfigError.
     """
     run = RunDir(Path(config.run.dir) / config.run.name)
-    if not run.config.exists():
+    names = [config.model.path, *(name for task in config.tasks for name in task.options.values())]
+    if not run.config.exists() or not any(map(_may_move, names)):
         return config
     former = run.configuration()
     of_name = {task.name: task.options for task in former.tasks}
-    tasks = tuple(
-        task.model_copy(
-            update={
-                "options": {
-                    name: _former(value, of_name.get(task.name, {}).get(name))
-                    for name, value in task.options.items()
-                }
-            }
-        )
-        for task in config.tasks
-    )
-    config = config.model_copy(update={"tasks": tasks})
+    tasks = []
+    for task in config.tasks:
+        before = of_name.get(task.name, {})
+        options = {name: _former(value, before.get(name)) for name, value in task.options.items()}
+        tasks.append(task.model_copy(update={"options": options}))
+    config = config.model_copy(update={"tasks": tuple(tasks)})
     return _with_path(config, _former(config.model.path, former.model.path))
+
+
+def _may_move(name: Any) -> bool:
+    return isinstance(name, str) and is_hub_name(name) and PINNED.fullmatch(name) is None
 
 
 def _former(now: Any, before: Any) -> Any:
     """Return the name that a setting had `before`, if that is the same name of the hub
-    with a commit, and `now` has none.
+    with a commit, and `now` has none. The user is told of a branch that is replaced.
     """
-    texts = isinstance(now, str) and isinstance(before, str)
-    if not texts or PINNED.fullmatch(now) or not PINNED.fullmatch(before) or os.path.exists(now):
+    if not _may_move(now) or not isinstance(before, str) or PINNED.fullmatch(before) is None:
         return now
-    return before if now.partition("@")[0] == before.partition("@")[0] else now
+    name, at, _ = now.partition("@")
+    if name != before.partition("@")[0]:
+        return now
+    if at:
+        print(f"{now} stays {before}, with which the run began", file=sys.stderr)
+    return before
 
 
 def _with_path(config: RunConfig, path: str | None) -> RunConfig:

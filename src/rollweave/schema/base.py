@@ -6,7 +6,6 @@ Subclasses repeat `frozen` and `kw_only` for msgspec and mypy. Text is made vali
 it enters (`schema/text.py`). A value that slips through must not end the process that
 stores or sends it. So a value that the encoder rejects is repaired and encoded again: a
 surrogate becomes U+FFFD, and an integer beyond 64 bits the nearest 64-bit integer.
-
 """
 
 from typing import Any, NewType, TypeVar, cast

@@ -9,7 +9,6 @@ A host also has the memory that a process needs. Each package states what its pr
 need, from the configuration and the shape of the model alone: `train/needs`,
 `engine/needs`, `weights/needs`. A check before a run adds this up on each GPU and each
 host (`runtime/preflight/layout`).
-
 """
 
 import re

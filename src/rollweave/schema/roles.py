@@ -5,7 +5,6 @@ program of a role, and the process that deploys its functions on Ray Serve
 
 Arguments and results are MessagePack within MessagePack, since their types are known
 only from the annotations of the method.
-
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,6 @@ live run over its control socket, with their replies: one line of JSON each
 A living run replaces the file every `STATUS_S` seconds. It says which parts work, which
 parts wait, for what, and for how long. Times are in seconds of the run's clock, except
 `written_at`.
-
 """
 
 from typing import Annotated

@@ -5,7 +5,6 @@ JSON's escapes, from a slice of UTF-16. No encoder accepts them. So text is made
 where it enters, and all code behind that boundary can rely on it. Also: sizes,
 durations and similar names, as people read them; and the text of an exception that user
 code has raised, with the part that texts of the same failure have in common.
-
 """
 
 import difflib

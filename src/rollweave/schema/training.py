@@ -1,7 +1,6 @@
 """The messages between the controller and the trainer's processes, and the metrics of a
 training step; and the messages about remaining lengths: the features of a running
 trajectory, and the protocol of a predictor process (Heddle §4.1).
-
 """
 
 from rollweave.schema.base import Struct, TaggedStruct, TrajectoryId

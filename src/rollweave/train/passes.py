@@ -165,18 +165,21 @@ class Passes:
 def divide(tokens: Sequence[torch.Tensor], ranks: int, *, share: bool) -> list[list[int]]:
     """Divide sequences among ranks with about equal numbers of tokens; return their
     indices. Sequences that begin alike stay together where that makes no rank's work
-    longer: a single group is divided, and each rank computes its common beginning.
+    longer. Where there are fewer such groups than ranks, each group is divided, and
+    each of its ranks computes the common beginning.
     """
     lengths = [len(sequence) for sequence in tokens]
-    apart = balance(lengths, ranks)
+    plans = [balance(lengths, ranks)]
     if not share or ranks == 1:
-        return apart
-    alike = families(tokens)
-    together = [
-        [index for family in part for index in alike[family][0]]
-        for part in balance([size for _, size in alike], ranks)
-    ]
-    return min(together, apart, key=lambda parts: max(_different(tokens, part) for part in parts))
+        return plans[0]
+    alike = [members for members, _ in families(tokens)]
+    for parts in {1, -(-ranks // len(alike))}:
+        pieces = [members[first::parts] for members in alike for first in range(parts)]
+        sizes = [_different(tokens, piece) for piece in pieces]
+        plans.append(
+            [[index for at in part for index in pieces[at]] for part in balance(sizes, ranks)]
+        )
+    return min(reversed(plans), key=lambda plan: max(_different(tokens, part) for part in plan))
 
 
 def _different(tokens: Sequence[torch.Tensor], part: Sequence[int]) -> int:

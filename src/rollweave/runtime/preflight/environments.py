@@ -233,7 +233,8 @@ def _prepared(kind: type[Any], task: TaskConfig) -> dict[str, Any] | None:
     method of the class. A method of its instances is the user's own.
     """
     found = inspect.getattr_static(kind, "prepare", None)
-    if not isinstance(found, classmethod | staticmethod):
+    is_own = inspect.isfunction(found) and "self" in inspect.signature(found).parameters
+    if found is None or is_own:
         return None
     return _guarded(
         lambda: dict(kind.prepare(copied(task.options))), "prepare must return options", PREPARE_S

@@ -1,6 +1,5 @@
 """The sections `[[engines]]`, `[allocation]` and `[loans]`: where tokens are sampled;
 and `[cluster]`, `[pools]` and `[workers]`: the hosts of a run.
-
 """
 
 from typing import Annotated, Any, Literal, Self

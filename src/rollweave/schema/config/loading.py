@@ -3,7 +3,6 @@ back.
 
 Invariants: all problems of a file are reported at once, one line each, naming field,
 rule, value and file; a configuration that was dumped loads as itself.
-
 """
 
 import difflib

@@ -1,6 +1,5 @@
 """The sections `[[tasks]]`, `[buffer]` and `[rollout]`: what agents do, what is kept of
 it, and how far rollouts run ahead; and `[[rewards]]` with their judges.
-
 """
 
 import enum

@@ -1,6 +1,5 @@
 """The sections `[run]`, `[watchdog]` and `[sandbox]`; and `[ablation]`:
 policies of the papers in place of ours, and mechanisms that can be left out.
-
 """
 
 from typing import Annotated, Literal, Self

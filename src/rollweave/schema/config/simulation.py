@@ -2,7 +2,6 @@
 serving engines of `rollweave simulate --serving`, from which a run may borrow
 (`[loans]`), and the hosts of `rollweave train --dry-run --hosts`, before they have
 joined. `schema/config/loading.py` reads them.
-
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """The sections `[model]` and `[lora]`: what is trained; `[algorithm]`, `[critic]` and
 `[teacher]`: from rewards to a loss; `[trainer]`, `[warmup]`, `[weights]` and `[eval]`.
-
 """
 
 import math
