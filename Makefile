@@ -16,7 +16,8 @@ demo: .venv/ready
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
 
 # A pretrained chat model of 135M weights learns to add: it answers held-out sums before
-# and after. MODEL names another model, of a folder or of the hub; ARGS has further options.
+# and after. MODEL names another model, of a folder or of the hub; ARGS has further options,
+# which must not change the run's name or the evaluation.
 MODEL ?= build/smollm2
 ARGS ?=
 CHAT = --set run.dir=../../runs --set model.path=$(if $(filter build/%,$(MODEL))$(wildcard $(MODEL)),$(abspath $(MODEL)),$(MODEL)) $(ARGS)

@@ -34,14 +34,14 @@ from benchmarks.engine.models import (
 )
 from benchmarks.engine.vllm_server import MISSING, PeerError, VllmServer, conditions_of, interpreter
 from benchmarks.harness import median_ratio, scratch_folder
+from rollweave.io.machine import describe_computation
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest
 
 CONCURRENCY = (1, 16, 64)
 """Numbers of concurrent requests, beside those at which the peers are measured."""
 
-SHORT = 16
-"""Number of concurrent requests of the same engine in bfloat16."""
+SHORT = 16  # concurrent requests of the same engine in bfloat16
 
 THREADS = 1
 """Threads of each engine, as in the processes of a run."""
@@ -98,7 +98,7 @@ def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eage
     figures: dict[str, Figure] = {}
     conditions: dict[str, Any] = {
         "threads": THREADS,
-        "dtype": "float32",
+        "dtype": f"float32; bf16: {describe_computation('bfloat16', 'cpu')}",
         "sampling": "temperature 1",
         **PEERS,
     }
@@ -132,7 +132,7 @@ def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eage
             "output_tokens": subject.output,
             "repeats": subject.repeats,
         }
-        conditions[subject.name] = subject.config | lengths
+        conditions[subject.name] = subject.config | lengths | {"path": str(subject.path)}
     batches = f"a batch of {WIDE} and one of {NARROW} that lacks KV"
     conditions[f"batch_mismatches_{chosen[0].name}"] = (
         f"of {turns} turns, half of them greedy, in {batches}"

@@ -24,7 +24,7 @@ def answers(run):
         file = Path(folder, "run.eval")
         program = str(Path(sys.executable).with_name("rollweave"))
         command = [program, "export", run, "--format", "inspect", "--output", file]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with zipfile.ZipFile(file) as archive:
             names = [name for name in archive.namelist() if name.startswith("samples/")]
             samples = [json.loads(archive.read(name)) for name in names]

@@ -13,7 +13,7 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.schema import events as e
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import SegmentKind
-from rollweave_sim.workload import Plan, Recorded, read_run, workload
+from rollweave_sim.workload import Plan, Recorded, read_run, workload, write_trace
 from tests.support import fake_runs
 from tests.support.commands import invoke
 from tests.support.core import config as core_config
@@ -68,8 +68,10 @@ def test_a_run_of_several_domains_requires_a_domain(tmp_path: Path) -> None:
         assert isinstance(recorded, Recorded)
         assert rounded(recorded.groups) == rounded(world.expected(name))
     for wrong in (None, "c"):
-        with pytest.raises(ConfigError, match=r"domain must be one of a, b of .*, got "):
+        with pytest.raises(ConfigError, match=rf"domain must be one of a, b of .*, got {wrong!r}"):
             workload(str(tmp_path / "run"), domain=wrong)
+    with pytest.raises(ConfigError, match=r"--format workload: .* must have one .*, got a, b$"):
+        write_trace(tmp_path / "run", tmp_path / "a.jsonl")
 
 
 def test_refuses_untrustworthy_journals(tmp_path: Path) -> None:

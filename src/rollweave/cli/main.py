@@ -763,9 +763,9 @@ def bench(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="With engine: the directory of a pretrained model, which is measured in place of "
-            "random ones, or whose step times are. With delta: that of a chat model, whose updates "
-            "are measured as well."
+            help="With engine: a model directory, measured in place of random models. With "
+            "--profile: the one whose step times are measured, by default the demo's. With delta: "
+            "a chat model's, whose updates are measured as well."
         ),
     ] = None,
     real: Annotated[

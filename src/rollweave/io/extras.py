@@ -47,7 +47,7 @@ COMMANDS = {
     "simulate": "rollweave-sim",
     "workload": "rollweave-sim",
 }
-"""The distribution of each command that is not in this package."""
+"""The distribution of each command, or format of an export, outside of this package."""
 
 USER_CODE_VARIABLE = "ROLLWEAVE_USER_CODE"
 """Environment variable of an agent's processes."""

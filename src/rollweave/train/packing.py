@@ -182,9 +182,9 @@ def split_micro_batches(
 
     Sequences stand in one micro-batch with sequences that begin alike, or with
     sequences of similar lengths, whichever costs less. A token that several sequences
-    have in common counts once, and half for each further sequence: attention keeps it
-    for each sequence, and keeps less than half of what a token takes, unless a small
-    model has sequences of more than about a thousand tokens.
+    share counts fully for the first sequence, and half for each further sequence:
+    attention keeps a shared token for each sequence, the other layers once. Attention's
+    part is less than half, unless a small model has sequences of a thousand tokens.
     """
     arrays = [sequence.numpy() for sequence in tokens]
     lengths = [len(array) for array in arrays]

@@ -264,9 +264,8 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
     domains = dict.fromkeys(attempt.domain for attempt in attempts)
     if len(domains) > 1:
         if domain not in domains:
-            got = "several" if domain is None else repr(domain)
             raise ConfigError(
-                f"workload: domain must be one of {', '.join(domains)} of {path}, got {got}"
+                f"workload: domain must be one of {', '.join(domains)} of {path}, got {domain!r}"
             )
         attempts = [attempt for attempt in attempts if attempt.domain == domain]
     groups: dict[str, dict[int, list[Plan]]] = {}
@@ -288,6 +287,11 @@ def write_trace(run: Path, file: Path) -> int:
     """Write the attempts that `read_run` returns, of a run with one task domain, as a
     trace, and return their number. Raises ConfigError.
     """
+    domains = dict.fromkeys(attempt.domain for attempt in recording.read(run))
+    if len(domains) > 1:
+        raise ConfigError(
+            f"--format workload: {run} must have one task domain, got {', '.join(domains)}"
+        )
     groups = enumerate(read_run(run).groups)
     lines = [
         {

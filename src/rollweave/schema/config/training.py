@@ -356,9 +356,9 @@ class TrainerConfig(Section):
     minibatches: PositiveInt = Field(1, description="Optimizer steps in one pass.")
     micro_tokens: PositiveInt = Field(
         16384,
-        description="Tokens packed into one forward pass, of at most 2,048 on a CPU; gradients "
-        "accumulate beyond it. Of a beginning that several sequences share, each of them but the "
-        "first counts half of the tokens.",
+        description="Tokens packed into one forward pass, on a CPU at most 2,048; gradients "
+        "accumulate beyond it. If several sequences begin with the same tokens, these tokens count "
+        "fully for the first sequence, and half for each further sequence.",
     )
     save_memory: tuple[Literal["activations", "optimizer"], ...] = Field(
         (),
