@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from rollweave.cli.evaluate import subject_of
 from rollweave.envs.base import Split
 from rollweave.io import hub as downloads
 from rollweave.record.rundir import RunDir
@@ -29,6 +30,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave_envs import dataset as environment
 from rollweave_envs.dataset import Dataset
 from tests.support.hub_server import HubServer, commit_of
+from tests.support.trainers import make_model
 
 from .hub_data import GSM8K, gsm8k, parquet, use_home, use_hub
 
@@ -256,6 +258,18 @@ def test_a_dry_run_without_the_network_reads_what_another_has_fetched(
     assert downloads.fetched("x/y", weights=False) == online
     with pytest.raises(ConfigError, match="in the cache in offline mode"):
         downloads.fetched("x/y")
+
+
+def test_an_evaluation_is_named_after_the_model_and_its_commit(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model")
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    hub.repositories["models"]["x/small"] = {"main": files}
+    subject = subject_of("x/small", env="frozenlake", overrides=[], checkpoint=None)
+    commit = commit_of(files)
+    assert subject.config.run.name == f"small-{commit[:7]}-frozenlake"
+    assert subject.title == f"x/small@{commit}"
 
 
 def test_a_refusal_of_the_hub_is_repeated_and_not_called_passing(hub: HubServer) -> None:
