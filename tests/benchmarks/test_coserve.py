@@ -4,14 +4,8 @@ import math
 
 import pytest
 
+from benchmarks.coserve import figures
 from benchmarks.coserve.bench import BURST_FROM_S
-from benchmarks.coserve.figures import (
-    delay_ms,
-    largest,
-    quantile,
-    ttft_p99,
-    yield_ms,
-)
 from benchmarks.coserve.load import BURST, LoadReport, Served, Watched, bursty, with_burst
 from rollweave_sim.traffic import SECOND_PEAKS
 
@@ -51,7 +45,7 @@ def test_rollouts_are_out_of_the_way(
     watched: list[tuple[float, float]], expected: float | None
 ) -> None:
     seen = tuple(Watched(at=at, age_s=age, delay_s=0.0) for at, age in watched)
-    found = yield_ms(LoadReport(served=(), watched=seen), since=BURST_FROM_S)
+    found = figures.yield_ms(LoadReport(served=(), watched=seen), since=BURST_FROM_S)
     assert found == (None if expected is None else pytest.approx(expected))
 
 
@@ -61,10 +55,10 @@ def test_the_delay_of_a_burst_is_that_between_its_ends() -> None:
         for at, delay in ((0.9, 0.5), (1.1, 0.51), (3.9, 0.52), (4.1, 0.7))
     )
     report = LoadReport(served=(), watched=seen)
-    assert delay_ms(report, since=1.0, until=4.0) == pytest.approx(20.0)
-    assert delay_ms(LoadReport(served=()), since=1.0, until=4.0) == 0.0
-    assert largest([1.0, 3.0, 2.0]) == 3.0
-    assert largest([1.0, None]) is None
+    assert figures.delay_ms(report, since=1.0, until=4.0) == pytest.approx(20.0)
+    assert figures.delay_ms(LoadReport(served=()), since=1.0, until=4.0) == 0.0
+    assert figures.largest([1.0, 3.0, 2.0]) == 3.0
+    assert figures.largest([1.0, None]) is None
 
 
 def served(first_s: float, *, tokens: int = 5) -> Served:
@@ -72,8 +66,8 @@ def served(first_s: float, *, tokens: int = 5) -> Served:
 
 
 def test_an_unanswered_request_counts_as_infinitely_late() -> None:
-    assert ttft_p99([served(0.1), served(0.2)]) == 0.2
-    assert ttft_p99([served(0.1), served(0.0, tokens=0)]) == math.inf
+    assert figures.ttft_p99([served(0.1), served(0.2)]) == 0.2
+    assert figures.ttft_p99([served(0.1), served(0.0, tokens=0)]) == math.inf
     assert served(0.1).tpot_s == pytest.approx(0.25)
     assert served(0.1, tokens=1).tpot_s is None
-    assert quantile(list(range(1, 101)), 0.99) == 99
+    assert figures.quantile(list(range(1, 101)), 0.99) == 99

@@ -19,10 +19,8 @@ def test_both_variants_have_two_servers_of_one_model(tmp_path: Path, variant: st
     first, second = ("prefill", "decode") if variant == bench.SPLIT else ("both", "both")
     assert phases == [("vllm", first, 1), ("vllm", second, 1)]
     paced = bench.config(variant, 240, bench.QUICK, seed=0, directory=str(tmp_path))
-    assert [(group.kind, group.count) for group in paced.engines] == [
-        ("embedded", 1),
-        ("embedded", 2),
-    ]
+    expected = [("embedded", 1), ("embedded", 2)]
+    assert [(group.kind, group.count) for group in paced.engines] == expected
     assert made.tasks == paced.tasks
 
 

@@ -40,18 +40,11 @@ from rollweave.envs.base import Split, Step
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema import serving as s
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import StepTime
-from rollweave.schema.serving import (
-    EngineReply,
-    FinishReason,
-    Generated,
-    GenerateResult,
-    Ready,
-    Suspended,
-)
 from tests.support.scripted_simulation import Scripted
 from tests.support.simulation import one_domain
 
@@ -134,45 +127,43 @@ def test_a_step_with_more_work_takes_no_less(one: tuple[int, ...], more: tuple[i
     assert pace.step_s(longer) >= pace.step_s(amounts_of(*one)) > 0
 
 
-def generated(finish: FinishReason) -> Generated:
-    return Generated(
-        result=GenerateResult(id=finish, tokens=(1,), logprobs=(0.0,), versions=(), finish=finish)
+def generated(finish: s.FinishReason) -> s.Generated:
+    return s.Generated(
+        result=s.GenerateResult(id=finish, tokens=(1,), logprobs=(0.0,), versions=(), finish=finish)
     )
 
 
 def test_results_leave_when_the_padded_step_is_over() -> None:
-    sent: list[EngineReply | float] = []
+    sent: list[s.EngineReply | float] = []
     pacer = Pacer(sent.append, sleep=sent.append)
     amounts, late = StepWork(0, 0, 2, 100), StepWork(0, 0, 1, 10)
-    pacer.reply(generated(FinishReason.LENGTH))
-    pacer.reply(generated(FinishReason.STOP))
-    pacer.reply(Suspended(in_flight=1))
-    pacer.reply(generated(FinishReason.ABORTED))
-    assert sent == [Suspended(in_flight=1), generated(FinishReason.ABORTED)], (
+    pacer.reply(generated(s.FinishReason.LENGTH))
+    pacer.reply(generated(s.FinishReason.STOP))
+    pacer.reply(s.Suspended(in_flight=1))
+    pacer.reply(generated(s.FinishReason.ABORTED))
+    assert sent == [s.Suspended(in_flight=1), generated(s.FinishReason.ABORTED)], (
         "what is no step's result waits for none"
     )
     pacer.watch(amounts, 0.001)
     assert sent[2] == pytest.approx(StepPace().step_s(amounts) - 0.001)
-    assert sent[3:] == [generated(FinishReason.LENGTH), generated(FinishReason.STOP)]
+    assert sent[3:] == [generated(s.FinishReason.LENGTH), generated(s.FinishReason.STOP)]
     pacer.watch(late, 5.0)
     assert sent[5:] == [0.0], "a step that took longer is not padded, and nothing is sent twice"
 
 
 def test_the_engine_reports_the_paced_profile() -> None:
-    sent: list[EngineReply] = []
+    sent: list[s.EngineReply] = []
     measured = (
         StepTime(batch=1, seconds=1e-4, context=100),
         StepTime(batch=2, seconds=9.0, context=100),
     )
     Pacer(sent.append).reply(
-        Ready(version=-1, kv_total_tokens=1, max_slots=2, max_context=3, profile=measured)
+        s.Ready(version=-1, kv_total_tokens=1, max_slots=2, max_context=3, profile=measured)
     )
     (ready,) = sent
-    assert isinstance(ready, Ready)
-    assert [point.seconds for point in ready.profile] == [
-        StepPace().step_s(StepWork(0, 0, 1, 100)),
-        9.0,
-    ]
+    assert isinstance(ready, s.Ready)
+    expected = [StepPace().step_s(StepWork(0, 0, 1, 100)), 9.0]
+    assert [point.seconds for point in ready.profile] == expected
     assert (ready.max_slots, ready.max_context) == (2, 3)
 
 
@@ -200,10 +191,8 @@ def test_a_journal_is_read_as_it_happened(tmp_path: Path) -> None:
             if isinstance(command, c.StartTurn)
         ]
         over_at = [now for now, event, _ in within if isinstance(event, e.TrajectoryEnded)]
-        assert (rollout.turns, rollout.tokens) == (
-            len(done),
-            sum(event.output_tokens for event in done),
-        )
+        assert rollout.turns == len(done)
+        assert rollout.tokens == sum(event.output_tokens for event in done)
         assert rollout.makespan_s == pytest.approx(over_at[-1] - given_at[0])
         assert 0 <= rollout.tail_queue_s <= rollout.queue_s
         assert 0 < rollout.tail_tokens <= rollout.tokens

@@ -26,18 +26,10 @@ from benchmarks.service.bench import added
 from benchmarks.service.slot_engines import KEY_TOKENS, Slots, engine_index, turn_tokens
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
+from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.service import MemberStatus, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import FinishReason, GenerateRequest, Sampling
-from rollweave.schema.work import (
-    Blame,
-    StopReason,
-    Task,
-    Timing,
-    TokenSequence,
-    Trajectory,
-    TurnSpan,
-)
 from tests.support.sandboxes import needs
 
 # Engines of known pace.
@@ -155,7 +147,7 @@ async def test_every_command_does_something_in_either_terminal(terminal: Any) ->
         env = BashEnv(terminal=terminal)
         payload = json.dumps({"number": 42, "turns": len(COMMANDS)})
         try:
-            first = await env.reset(Task(id=TaskId("t"), env="", seed=0, payload=payload))
+            first = await env.reset(work.Task(id=TaskId("t"), env="", seed=0, payload=payload))
             assert first.messages[0].content.endswith(f"{DIGITS[0]}{DIGITS[4]}{DIGITS[2]}")
             steps = [await env.step(word) for word in COMMANDS]
         finally:
@@ -195,20 +187,20 @@ class Client:
 
 def finished(number: int) -> MemberStatus:
     """Return a rollout of two turns and three seconds of environments."""
-    sequence = TokenSequence(
-        tokens=(), segments=(), logprobs=(), turns=(TurnSpan(start=0, end=0),) * 2
+    sequence = work.TokenSequence(
+        tokens=(), segments=(), logprobs=(), turns=(work.TurnSpan(start=0, end=0),) * 2
     )
-    result = Trajectory(
+    result = work.Trajectory(
         id=TrajectoryId(str(number)),
         group_id=GroupId("g"),
-        task=Task(id=TaskId("t"), env="", seed=0),
+        task=work.Task(id=TaskId("t"), env="", seed=0),
         attempt=0,
         initiated_version=0,
         sequences=(sequence,),
         reward=1.0,
-        stop_reason=StopReason.FINISHED,
-        blame=Blame.NONE,
-        timing=Timing(env_s=3.0, generate_s=5.0),
+        stop_reason=work.StopReason.FINISHED,
+        blame=work.Blame.NONE,
+        timing=work.Timing(env_s=3.0, generate_s=5.0),
     )
     return MemberStatus(
         id=result.id, stage="done", attempt=0, stop_reason="finished", result=result
@@ -227,12 +219,10 @@ async def test_unwanted_rollouts_are_cancelled_at_once_or_at_the_end(
     )
     by_then = [JOBS, 2 * JOBS, 3 * JOBS] if cancels else [3 * JOBS] * 3
     assert sorted(client.cancelled.values()) == sorted(by_then * left)
-    assert (totals.jobs, totals.turns, totals.action_s, totals.wanted_slot_s) == (
-        2 * WANTED,
-        4 * WANTED,
-        6.0 * WANTED,
-        10.0 * WANTED,
-    )
+    assert totals.jobs == 2 * WANTED
+    assert totals.turns == 4 * WANTED
+    assert totals.action_s == 6.0 * WANTED
+    assert totals.wanted_slot_s == 10.0 * WANTED
 
 
 # Figures.

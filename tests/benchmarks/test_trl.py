@@ -12,17 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks.harness import MODE_SETTINGS
 from benchmarks.runs import example
-from benchmarks.trl import process
-from benchmarks.trl.bench import (
-    COMMON,
-    CONFIG,
-    FIGURES,
-    QUICK,
-    Learned,
-    bench_trl,
-    figures_of,
-    spec_of,
-)
+from benchmarks.trl import bench, process
 from benchmarks.trl.episodes import play
 from benchmarks.trl.process import FOLDER, VARIABLE, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
@@ -44,7 +34,7 @@ INVALID = "<down><down>"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = load(example(CONFIG))
+    config = load(example(bench.CONFIG))
     path = tmp_path_factory.mktemp("trl") / "model"
     build_checkpoint(
         path,
@@ -62,7 +52,7 @@ def codec(model: Path) -> ChatCodec:
 
 
 def at_start(**limits: int) -> Task:
-    task = TaskSource(load(example(CONFIG))).draw("frozenlake", 0, Purpose.EVAL)
+    task = TaskSource(load(example(bench.CONFIG))).draw("frozenlake", 0, Purpose.EVAL)
     return msgspec.structs.replace(task, limits=msgspec.structs.replace(task.limits, **limits))
 
 
@@ -137,10 +127,10 @@ def test_an_episode_ends_with_its_turns_or_its_tokens(codec: ChatCodec) -> None:
 
 def spec(directory: Path, model: Path, **settings: object) -> TrlSpec:
     config = load(
-        example(CONFIG),
-        [*COMMON, "run.steps=4", f'model={{path="{model}"}}', "warmup={}"],
+        example(bench.CONFIG),
+        [*bench.COMMON, "run.steps=4", f'model={{path="{model}"}}', "warmup={}"],
     )
-    return msgspec.structs.replace(spec_of(config, directory), **settings)
+    return msgspec.structs.replace(bench.spec_of(config, directory), **settings)
 
 
 def test_the_training_of_trl_is_that_of_the_configuration(tmp_path: Path, model: Path) -> None:
@@ -154,8 +144,8 @@ def test_the_training_of_trl_is_that_of_the_configuration(tmp_path: Path, model:
 def test_every_variant_is_a_configuration(model: Path) -> None:
     for settings in MODE_SETTINGS.values():
         own = [*settings, f'model={{path="{model}"}}', "warmup={}"]
-        for quick in ((), QUICK):
-            config = load(example(CONFIG), [*COMMON, *quick, *own])
+        for quick in ((), bench.QUICK):
+            config = load(example(bench.CONFIG), [*bench.COMMON, *quick, *own])
             assert config.rollout.mode == settings[0].rpartition("=")[2]
 
 
@@ -232,20 +222,20 @@ def test_an_interpreter_without_trl_is_refused_with_the_variables_name() -> None
 
 def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.trl.bench.interpreter", lambda: None)
-    result = bench_trl(seeds=None, quick=True, progress=print)
-    assert set(result.figures) == set(FIGURES)
+    result = bench.bench_trl(seeds=None, quick=True, progress=print)
+    assert set(result.figures) == set(bench.FIGURES)
     for name, figure in result.figures.items():
         assert figure is None
         assert result.conditions[name].startswith("not measured: TRL is not installed here")
 
 
-def learned(step_s: float, steps: int | None) -> Learned:
+def learned(step_s: float, steps: int | None) -> bench.Learned:
     """Return a training that reaches the target after `steps`, or never."""
     seconds = None if steps is None else step_s * steps
-    return Learned(step_s=[step_s] * 3, steps=steps, seconds=seconds)
+    return bench.Learned(step_s=[step_s] * 3, steps=steps, seconds=seconds)
 
 
-def all_learned(*steps_of_trl: int | None) -> dict[str, list[Learned]]:
+def all_learned(*steps_of_trl: int | None) -> dict[str, list[bench.Learned]]:
     ours = {name: [learned(1.0, 20) for _ in steps_of_trl] for name in MODE_SETTINGS}
     bounded = [learned(0.5 if seed == 0 else 0.7, 20) for seed in range(len(steps_of_trl))]
     return ours | {"bounded": bounded, "trl": [learned(2.0, steps) for steps in steps_of_trl]}
@@ -253,8 +243,8 @@ def all_learned(*steps_of_trl: int | None) -> dict[str, list[Learned]]:
 
 def test_ratios_are_those_of_trl_to_ours() -> None:
     conditions: dict[str, object] = {}
-    figures = figures_of(all_learned(30), conditions, quick=False)
-    assert set(figures) == set(FIGURES)
+    figures = bench.figures_of(all_learned(30), conditions, quick=False)
+    assert set(figures) == set(bench.FIGURES)
     assert (figures["step_ratio"], figures["wall_ratio"], figures["steps_ratio"]) == (4, 6, 1.5)
     assert (figures["step_ratio_sync"], figures["wall_ratio_sync"]) == (2, 3)
     assert not conditions
@@ -262,7 +252,7 @@ def test_ratios_are_those_of_trl_to_ours() -> None:
 
 def test_a_missed_target_has_a_reason() -> None:
     conditions: dict[str, object] = {}
-    figures = figures_of(all_learned(30, None), conditions, quick=False)
+    figures = bench.figures_of(all_learned(30, None), conditions, quick=False)
     assert figures["step_s_bounded"] == 0.6
     for name in ("wall_s_trl", "steps_trl", "wall_ratio", "steps_ratio_sync"):
         assert figures[name] is None

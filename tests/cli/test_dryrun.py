@@ -398,10 +398,8 @@ def test_names_the_measure_of_a_target(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "eval.every=1", "eval.stop_at=0.9"), deep=False)
     assert failures(checks) == []
     (target,) = [check for check in checks if check.name == "eval.stop_at"]
-    assert (target.status, target.detail[:36]) == (
-        Status.WARN,
-        "0.9 is compared with success, which ",
-    )
+    expected = (Status.WARN, "0.9 is compared with success, which ")
+    assert (target.status, target.detail[:36]) == expected
 
 
 def test_a_shallow_check_does_not_reset_the_environment(tmp_path: Path) -> None:
@@ -783,10 +781,8 @@ def test_a_dry_run_of_a_resumed_run_reports_its_step_and_losses(tmp_path: Path) 
     assert details["run.name"] == f"begins in {run.path}"
     (run.checkpoints / "step-000004").mkdir(parents=True)
     (wrong,) = failures(dryrun.examine(config(tmp_path), resume=True))
-    assert (wrong.name, wrong.detail.split(", but ")[0]) == (
-        "--resume",
-        f"{run.path} holds step 4 of its checkpoints",
-    )
+    expected = ("--resume", f"{run.path} holds step 4 of its checkpoints")
+    assert (wrong.name, wrong.detail.split(", but ")[0]) == expected
     with RunJournal(run.journal) as journal:
         core = Core(config(tmp_path))
         for now, event in ((0.0, RunStarted(engines=())), (7.0, TimerFired())):

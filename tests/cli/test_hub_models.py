@@ -64,12 +64,8 @@ def test_a_model_is_fetched_once_and_its_commit_kept(
     path = names.fetched(NAME)
     assert path == f"{NAME}@{commit}"
     folder = names.folder(path)
-    assert {file.name for file in folder.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == expected
     hub.repositories["models"][NAME] = {"main": {"a.json": b"{}", "model.safetensors": b"a"}}
     asked = len(hub.requests)
     assert names.fetched(path) == path

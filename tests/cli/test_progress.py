@@ -8,15 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rollweave.cli.progress import (
-    CURVE_POINTS,
-    PLAIN_EVERY_S,
-    WARNINGS_SHOWN,
-    Plain,
-    Terminal,
-    display,
-    sparkline,
-)
+from rollweave.cli import progress
 from tests.support.properties import examples
 
 
@@ -67,11 +59,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def plain(text: io.StringIO, clock: Clock) -> Plain:
-    return Plain(Console(file=text, width=200), name="lake", steps=10, clock=clock)
+def plain(text: io.StringIO, clock: Clock) -> progress.Plain:
+    return progress.Plain(Console(file=text, width=200), name="lake", steps=10, clock=clock)
 
 
-def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> None:
+def test_a_step_is_one_line_with_everything(plain: progress.Plain, text: io.StringIO) -> None:
     plain.line(step(2))
     assert text.getvalue() == (
         "step 3/10 | 12 s | success lake 0.50, nim 0.25 | reward lake 0.40, nim -0.10 | staleness "
@@ -80,20 +72,17 @@ def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> 
 
 
 def test_shows_a_step_every_few_seconds_and_the_last_one_always(
-    plain: Plain, text: io.StringIO, clock: Clock
+    plain: progress.Plain, text: io.StringIO, clock: Clock
 ) -> None:
     for number in range(4):
         plain.line(step(number))
-        clock.now += PLAIN_EVERY_S / 2
+        clock.now += progress.PLAIN_EVERY_S / 2
     plain.line(step(9))
-    assert [line.split(" |")[0] for line in text.getvalue().splitlines()] == [
-        "step 1/10",
-        "step 3/10",
-        "step 10/10",
-    ]
+    expected = ["step 1/10", "step 3/10", "step 10/10"]
+    assert [line.split(" |")[0] for line in text.getvalue().splitlines()] == expected
 
 
-def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
+def test_shows_every_evaluation(plain: progress.Plain, text: io.StringIO) -> None:
     plain.line(evaluation())
     plain.line(evaluation(final=True, failed={"lake": 2}))
     plain.line(evaluation(final=True, distinct={"lake": 25}))
@@ -111,30 +100,30 @@ def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
 def test_a_run_that_only_evaluates_names_its_subject(is_terminal: bool) -> None:
     text = io.StringIO()
     console = Console(file=text, width=110, force_terminal=is_terminal, color_system=None)
-    with display(console, name="lake at step 25", steps=0) as shown:
+    with progress.display(console, name="lake at step 25", steps=0) as shown:
         shown.line({**evaluation(final=True), "step": 0})
     expected = "evaluation of lake at step 25: success 0.75 over 64 episodes of the test split\n"
     assert expected in text.getvalue()
     assert "step 0" not in text.getvalue()
 
 
-def test_prints_every_named_wait(plain: Plain, text: io.StringIO) -> None:
+def test_prints_every_named_wait(plain: progress.Plain, text: io.StringIO) -> None:
     for seconds in (10, 20, 40, 80):
         message = f"waiting {seconds} s for relay r1: fetching"
         plain.line({"kind": "waiting", "component": "relay r1", "message": message})
     assert text.getvalue().count("for relay r1: fetching") == 4
 
 
-def test_limits_the_warnings_of_a_component(plain: Plain, text: io.StringIO) -> None:
+def test_limits_the_warnings_of_a_component(plain: progress.Plain, text: io.StringIO) -> None:
     for number in range(20):
         plain.line({"kind": "warning", "component": "engine e0", "message": f"lost {number}"})
     plain.line({"kind": "warning", "component": "disk", "message": "full [bold]"})
     printed = text.getvalue().splitlines()
-    assert len(printed) == WARNINGS_SHOWN + 2
+    assert len(printed) == progress.WARNINGS_SHOWN + 2
     assert printed[-1] == "warning: disk: full [bold]"
 
 
-def test_shows_rewards_of_tasks_without_success(plain: Plain, text: io.StringIO) -> None:
+def test_shows_rewards_of_tasks_without_success(plain: progress.Plain, text: io.StringIO) -> None:
     both = {"reward": {"lake": 0.7, "maze": -0.25}, "episodes": {"lake": 64, "maze": 64}}
     plain.line(evaluation(success={}))
     plain.line(evaluation(**both))
@@ -155,7 +144,7 @@ def test_shows_rewards_of_tasks_without_success(plain: Plain, text: io.StringIO)
 def test_a_terminal_shows_rewards_of_tasks_without_success() -> None:
     text = io.StringIO()
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
-    with Terminal(console, name="my run", steps=10) as terminal:
+    with progress.Terminal(console, name="my run", steps=10) as terminal:
         terminal.line(step(2, success={"lake": 0.5}))
         console.print(terminal.draw())
     printed = text.getvalue()
@@ -163,34 +152,34 @@ def test_a_terminal_shows_rewards_of_tasks_without_success() -> None:
     assert "reward -0.10" in printed
 
 
-def test_shows_turns_that_were_cut(plain: Plain, text: io.StringIO) -> None:
+def test_shows_turns_that_were_cut(plain: progress.Plain, text: io.StringIO) -> None:
     plain.line(step(2, turns=200, cut_turns={"lake": 30, "nim": 20}))
     plain.line(step(9, turns=200, cut_turns={}))
     first, last = text.getvalue().splitlines()
     assert first.endswith("50 of 200 turns (25.0%) cut at max_turn_tokens: lake, nim")
     assert "cut" not in last
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
-    with Terminal(console, name="my run", steps=10) as terminal:
+    with progress.Terminal(console, name="my run", steps=10) as terminal:
         terminal.line(step(2, turns=100, cut_turns={"nim": 20}))
         console.print(terminal.draw())
     assert "20 of 100 turns (20.0%) cut at max_turn_tokens: nim" in text.getvalue()
 
 
-def test_shows_that_a_target_was_reached(plain: Plain, text: io.StringIO) -> None:
+def test_shows_that_a_target_was_reached(plain: progress.Plain, text: io.StringIO) -> None:
     plain.line(evaluation(target_reached=True))
     assert text.getvalue().endswith(
         "the validation split; eval.stop_at is reached, training ends here\n"
     )
 
 
-def test_ignores_unknown_lines(plain: Plain, text: io.StringIO) -> None:
+def test_ignores_unknown_lines(plain: progress.Plain, text: io.StringIO) -> None:
     plain.line({"kind": "something new"})
     assert text.getvalue() == ""
 
 
 def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> None:
     console = Console(file=text, width=110, force_terminal=True, color_system=None)
-    with Terminal(console, name="my run", steps=10) as terminal:
+    with progress.Terminal(console, name="my run", steps=10) as terminal:
         terminal.phase("training")
         terminal.line(step(2))
         terminal.line(evaluation())
@@ -217,20 +206,21 @@ def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> N
 
 
 def test_the_display_fits_the_console(text: io.StringIO) -> None:
-    assert isinstance(display(Console(file=text), name="run", steps=1), Plain)
+    assert isinstance(progress.display(Console(file=text), name="run", steps=1), progress.Plain)
     assert isinstance(
-        display(Console(file=text, force_terminal=True), name="run", steps=1), Terminal
+        progress.display(Console(file=text, force_terminal=True), name="run", steps=1),
+        progress.Terminal,
     )
 
 
 @given(st.lists(st.floats(0, 1), max_size=200))
 @settings(max_examples=examples(50))
 def test_a_sparkline_is_as_long_as_the_values_until_it_must_average(values: list[float]) -> None:
-    line = sparkline(values)
-    assert len(line) == min(len(values), CURVE_POINTS)
+    line = progress.sparkline(values)
+    assert len(line) == min(len(values), progress.CURVE_POINTS)
     if values and len(set(values)) == 1:
         assert len(set(line)) == 1
 
 
 def test_a_sparkline_rises_with_its_values() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert progress.sparkline([0.0, 0.5, 1.0]) == "▁▅█"

@@ -9,58 +9,47 @@ import msgspec
 import pytest
 
 from rollweave.record.store import Ended, Scored, TrajectoryReader, TrajectoryStore
+from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.work import (
-    BLAME_OF,
-    Comparison,
-    Purpose,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    TokenSequence,
-    Trajectory,
-    Unscored,
-)
 from tests.support.commands import invoke
 from tests.support.judge_thread import serving
 
 FUNCTION = "tests.cli.test_rescore:judged"
 
 
-def judged(conversation: tuple[Message, ...], task: Task, reward: float) -> float:
+def judged(conversation: tuple[Message, ...], task: work.Task, reward: float) -> float:
     """Return a reward for all but one conversation."""
     if conversation[-1].content == "lost":
         raise ValueError("still broken")
     return float(os.environ.get("JUDGED", "2"))
 
 
-def ended(id: str, attempt: int, stop: StopReason = StopReason.MAX_TURNS) -> Ended:
-    segment = Segment(start=0, end=1, kind=SegmentKind.OUTPUT, version=0)
-    trajectory = Trajectory(
+def ended(id: str, attempt: int, stop: work.StopReason = work.StopReason.MAX_TURNS) -> Ended:
+    segment = work.Segment(start=0, end=1, kind=work.SegmentKind.OUTPUT, version=0)
+    trajectory = work.Trajectory(
         id=TrajectoryId(id),
         group_id=GroupId(id.partition(".")[0]),
-        task=Task(id=TaskId("t"), env="frozenlake", seed=0, tag="frozenlake"),
+        task=work.Task(id=TaskId("t"), env="frozenlake", seed=0, tag="frozenlake"),
         attempt=attempt,
         initiated_version=0,
-        sequences=(TokenSequence(tokens=(1,), segments=(segment,), logprobs=(-0.5,)),),
+        sequences=(work.TokenSequence(tokens=(1,), segments=(segment,), logprobs=(-0.5,)),),
         reward=None,
         stop_reason=stop,
-        blame=BLAME_OF[stop],
+        blame=work.BLAME_OF[stop],
     )
-    return Ended(at=1.0, purpose=Purpose.TRAIN, member=0, trajectory=trajectory)
+    return Ended(at=1.0, purpose=work.Purpose.TRAIN, member=0, trajectory=trajectory)
 
 
 def failed(id: str, attempt: int, last: str) -> Scored:
-    unscored = Unscored(
+    unscored = work.Unscored(
         missing=("judged",),
         conversation=(Message(role="user", content="?"), Message(role="assistant", content=last)),
         reward=1.0,
         success=True,
-        stop_reason=StopReason.MAX_TURNS,
+        stop_reason=work.StopReason.MAX_TURNS,
     )
     return Scored(
         at=2.0,
@@ -68,8 +57,8 @@ def failed(id: str, attempt: int, last: str) -> Scored:
         attempt=attempt,
         reward=None,
         success=None,
-        stop_reason=StopReason.REWARD_UNAVAILABLE,
-        blame=BLAME_OF[StopReason.REWARD_UNAVAILABLE],
+        stop_reason=work.StopReason.REWARD_UNAVAILABLE,
+        blame=work.BLAME_OF[work.StopReason.REWARD_UNAVAILABLE],
         eval_s=1.0,
         error="gone",
         rewards={"env": 1.0, "other": 4.0},
@@ -84,8 +73,8 @@ def scored(id: str, attempt: int) -> Scored:
         attempt=attempt,
         reward=7.0,
         success=None,
-        stop_reason=StopReason.MAX_TURNS,
-        blame=BLAME_OF[StopReason.MAX_TURNS],
+        stop_reason=work.StopReason.MAX_TURNS,
+        blame=work.BLAME_OF[work.StopReason.MAX_TURNS],
         eval_s=1.0,
     )
 
@@ -144,7 +133,9 @@ def test_missing_rewards_are_asked_for_again(run: Path, monkeypatch: pytest.Monk
     (entry,) = [one for one in reader.entries if (one.trajectory_id, one.attempt) == ("g0.0", 1)]
     stored = reader.load(entry)
     assert stored.rewards == {"env": 1.0, "other": 4.0, "judged": 2.0}
-    assert (stored.stop_reason, stored.success, stored.error) == (StopReason.MAX_TURNS, True, "")
+    assert stored.stop_reason == work.StopReason.MAX_TURNS
+    assert stored.success is True
+    assert stored.error == ""
     # a second time, only what is still missing
     monkeypatch.setenv("JUDGED", "5")
     code, text, _ = invoke("rescore", str(run))
@@ -169,7 +160,7 @@ def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -
         score = failed("g0.0", 0, "a longer answer")
         assert score.unscored is not None
         comparisons = tuple(
-            Comparison(
+            work.Comparison(
                 reward="duel",
                 opponent=TrajectoryId(name),
                 attempt=0,

@@ -20,15 +20,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
-from tests.support.core import (
-    ALLOCATION,
-    MODES,
-    SCHEDULINGS,
-    config,
-    restart_controller,
-    run_with_lost_controllers,
-    until,
-)
+from tests.support import core
 from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
@@ -56,7 +48,7 @@ def test_every_handler_is_of_an_event() -> None:
 @settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 2**16),
-    mode=st.sampled_from([mode for mode in MODES if mode != "decoupled"]),
+    mode=st.sampled_from([mode for mode in core.MODES if mode != "decoupled"]),
 )
 # an engine with more turns than slots beside one with a free slot
 @example(seed=7956, mode="one_step")
@@ -65,7 +57,9 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
     wait. Migration is by gain.
     """
     world = World(
-        config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}),
+        core.config(
+            mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}
+        ),
         seed,
     )
     world.start()
@@ -94,9 +88,9 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", core.MODES)
 def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
-    world = World(config(mode, trainer={"minibatches": 2}), seed=1)
+    world = World(core.config(mode, trainer={"minibatches": 2}), seed=1)
     assert world.run().error == ""
     account = world.core.account()
     assert account.balanced
@@ -168,7 +162,7 @@ RECEIVED = Drawn(
     st.builds(
         Drawn,
         seed=st.integers(0, 10_000),
-        mode=st.sampled_from(MODES),
+        mode=st.sampled_from(core.MODES),
         failure=st.sampled_from([0.0, 0.02, 0.1]),
         hang=st.sampled_from([0.0, 0.0, 0.01]),
         alpha=st.integers(1, 3),
@@ -178,14 +172,14 @@ RECEIVED = Drawn(
         every=st.sampled_from([0, 1, 2]),
         parts=st.integers(1, 3),
         batch=st.booleans(),
-        scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+        scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
         slots=st.sampled_from([1, 3]),
         allocation=st.booleans(),
     )
 )
 def test_any_world_ends_accounted_for(drawn: Drawn) -> None:
     mode, alpha, batch, parts = drawn.mode, drawn.alpha, drawn.batch, drawn.parts
-    settings_ = config(
+    settings_ = core.config(
         mode,
         rollout={
             "alpha": alpha,
@@ -193,10 +187,10 @@ def test_any_world_ends_accounted_for(drawn: Drawn) -> None:
             "spare_members": drawn.spare_members,
             "dynamic_sampling": drawn.dynamic,
             "without": ["free_stepping", "reward_overlap"] if batch else [],
-            **SCHEDULINGS[drawn.scheduling],
+            **core.SCHEDULINGS[drawn.scheduling],
         },
         engines={"max_slots": drawn.slots},
-        allocation=ALLOCATION if drawn.allocation else None,
+        allocation=core.ALLOCATION if drawn.allocation else None,
         eval={"every": drawn.every},
         trainer={"minibatches": parts},
         watchdog={"restarts": 100},
@@ -229,7 +223,7 @@ def test_any_world_ends_accounted_for(drawn: Drawn) -> None:
 @settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(core.MODES),
     steps=st.integers(8, 40),
     failure=st.sampled_from([0.0, 0.02]),
     retries=st.integers(0, 3),
@@ -238,7 +232,7 @@ def test_a_long_run_repeats_nothing_and_leaks_nothing(
     seed: int, mode: str, steps: int, failure: float, retries: int
 ) -> None:
     """The checks of `World` at every command hold far beyond the first steps."""
-    run_config = config(
+    run_config = core.config(
         mode,
         steps=steps,
         rollout={"retries": retries},
@@ -256,12 +250,15 @@ def test_a_turn_may_return_to_an_engine_when_all_have_failed_it() -> None:
     """One engine is lost with a turn, and the other one fails it: both are a last
     resort.
     """
-    World(config("bounded"), 7100, failure=0.1).run()
+    World(core.config("bounded"), 7100, failure=0.1).run()
 
 
 def test_the_version_of_an_engine_is_retained_while_its_loads_fail() -> None:
-    run_config = config(
-        "stream", rollout=SCHEDULINGS["heddle"], allocation=ALLOCATION, weights={"relays": 1}
+    run_config = core.config(
+        "stream",
+        rollout=core.SCHEDULINGS["heddle"],
+        allocation=core.ALLOCATION,
+        weights={"relays": 1},
     )
     World(run_config, 334, failure=0.1).run()
 
@@ -271,8 +268,8 @@ def test_the_version_of_an_engine_is_retained_while_its_loads_fail() -> None:
 @settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
-    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    mode=st.sampled_from(core.MODES),
+    scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
     cut=st.floats(0, 1),
 )
 def test_a_replayed_journal_gives_identical_commands(
@@ -281,7 +278,7 @@ def test_a_replayed_journal_gives_identical_commands(
     """A replay may also begin with a snapshot in the middle: derived tables are rebuilt
     as they were.
     """
-    run_config = config(mode, rollout=SCHEDULINGS[scheduling])
+    run_config = core.config(mode, rollout=core.SCHEDULINGS[scheduling])
     world = World(run_config, seed, failure=0.03)
     world.run()
     replayed = Core(run_config)
@@ -299,22 +296,22 @@ def test_a_replayed_journal_gives_identical_commands(
 @settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(core.MODES),
     kills=st.lists(st.integers(5, 300), min_size=1, max_size=3),
-    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
     allocation=st.booleans(),
 )
 def test_the_controller_may_be_lost_at_any_event(
     seed: int, mode: str, kills: list[int], scheduling: str, allocation: bool
 ) -> None:
-    run_config = config(
+    run_config = core.config(
         mode,
         eval={"every": 2},
-        rollout=SCHEDULINGS[scheduling],
-        allocation=ALLOCATION if allocation else None,
+        rollout=core.SCHEDULINGS[scheduling],
+        allocation=core.ALLOCATION if allocation else None,
     )
     world = World(run_config, seed, failure=0.01)
-    run_with_lost_controllers(world, kills)
+    core.run_with_lost_controllers(world, kills)
     account = world.core.account()
     assert account.in_flight == 0
     assert account.trained == sum(len(ids) for ids in world.trained.values())
@@ -323,7 +320,7 @@ def test_the_controller_may_be_lost_at_any_event(
 
 
 def test_each_task_domain_may_have_its_group_size() -> None:
-    world = World(config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
+    world = World(core.config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
     world.run()
     steps = world.sent(c.TrainStep)
     sizes = {(group.name, len(group.trajectory_ids)) for step in steps for group in step.groups}
@@ -331,7 +328,7 @@ def test_each_task_domain_may_have_its_group_size() -> None:
 
 
 def test_a_snapshot_restores_an_equal_core() -> None:
-    world = World(config(), seed=3)
+    world = World(core.config(), seed=3)
     world.start()
     for _ in range(120):
         world.step()
@@ -340,9 +337,9 @@ def test_a_snapshot_restores_an_equal_core() -> None:
 
 
 def test_a_nonfinite_loss_ends_the_run_and_names_the_batch() -> None:
-    world = World(config(), seed=5)
+    world = World(core.config(), seed=5)
     world.start()
-    step = until(world, c.TrainStep)
+    step = core.until(world, c.TrainStep)
     world.heap = [item for item in world.heap if not isinstance(item[2], e.StepTrained)]
     world.feed(e.TrainFailed(epoch=0, step=step.step, error="loss is nan", nonfinite=True))
     assert all(group.id in world.finish.error for group in step.groups)
@@ -351,9 +348,9 @@ def test_a_nonfinite_loss_ends_the_run_and_names_the_batch() -> None:
 
 
 def test_the_last_engine_lost_for_good_ends_the_run() -> None:
-    world = World(config(engines={"count": 1}, watchdog={"restarts": 1}), seed=5)
+    world = World(core.config(engines={"count": 1}, watchdog={"restarts": 1}), seed=5)
     world.start()
-    until(world, c.StartTurn)
+    core.until(world, c.StartTurn)
     for epoch in (0, 1):  # the turn that it had may be to blame for the first loss
         world.feed(e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed"))
         assert world.finish is None
@@ -362,9 +359,9 @@ def test_the_last_engine_lost_for_good_ends_the_run() -> None:
 
 
 def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
-    world = World(config(), seed=7)
+    world = World(core.config(), seed=7)
     world.start()
-    turn = until(world, c.StartTurn)
+    turn = core.until(world, c.StartTurn)
     while world.core.state.engines[turn.engine_id].active == {}:
         world.step()
     lost = dict(world.core.state.engines[turn.engine_id].active)
@@ -380,10 +377,10 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
 
 
 def test_a_silent_engine_is_restarted_and_counted() -> None:
-    world = World(config(engines={"count": 1}), seed=11)
+    world = World(core.config(engines={"count": 1}), seed=11)
     world.silent_engines = {"e0"}
     world.start()
-    restart = until(world, c.RestartEngine)
+    restart = core.until(world, c.RestartEngine)
     assert "turns in a row" in restart.reason
     assert world.core.state.counters.watchdog["engine_restarted"] == 1
 
@@ -393,29 +390,29 @@ def test_a_silent_engine_is_restarted_and_counted() -> None:
 )
 def test_an_engine_that_answers_sometimes_is_not_considered_silent(seed: int) -> None:
     """`World` counts consecutive turns without an answer for each engine."""
-    run_config = config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})
+    run_config = core.config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})
     world = World(run_config, seed, hang=0.1)
     world.run()
     assert world.core.state.counters.watchdog["turn_failed"] > 1
 
 
 def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
-    world = World(config(), seed=13)
+    world = World(core.config(), seed=13)
     world.stuck_trainer = True
     world.start()
-    restart = until(world, c.RestartTrainer)
+    restart = core.until(world, c.RestartTrainer)
     assert restart.step == 0
     assert world.core.state.trainer.status is TrainerStatus.STARTING
 
 
 def test_after_a_damaged_checkpoint_the_one_before_it_is_used() -> None:
-    world = World(config(steps=6), seed=3)
+    world = World(core.config(steps=6), seed=3)
     world.start()
     while world.core.state.checkpoints.newest != 4:
         world.step()
     world.damaged_checkpoint = True
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
-    until(world, c.PublishWeights)
+    core.until(world, c.PublishWeights)
     assert world.warnings[-1].message.startswith("back at checkpoint 2")
     assert (world.core.state.checkpoints.newest, world.core.state.trainer.step) == (2, 2)
     world.damaged_checkpoint = False
@@ -428,9 +425,9 @@ def test_after_a_damaged_checkpoint_the_one_before_it_is_used() -> None:
 
 
 def test_the_run_ends_at_once_if_no_checkpoint_can_be_read() -> None:
-    world = World(config(), seed=3)
+    world = World(core.config(), seed=3)
     world.start()
-    until(world, c.TrainStep)
+    core.until(world, c.TrainStep)
     world.feed(e.TrainerLost(epoch=0, error="checkpoint of step 0 is torn", hopeless=True))
     assert "checkpoint of step 0 is torn" in world.finish.error
     assert world.core.account().balanced
@@ -438,25 +435,23 @@ def test_the_run_ends_at_once_if_no_checkpoint_can_be_read() -> None:
 
 
 def test_an_evaluation_whose_weights_are_lost_blocks_nothing() -> None:
-    world = World(config(steps=6, eval={"every": 2, "episodes": 2}), seed=4)
+    world = World(core.config(steps=6, eval={"every": 2, "episodes": 2}), seed=4)
     world.start()
-    while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
+    while core.until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
         pass
     evaluation = world.core.state.evaluations.current
     assert evaluation.version == 2  # that of version 0 has ended
     world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=2, error="disk full"))
     world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
     world.run_on()
-    assert [evaluation.version for evaluation in world.evaluations if not evaluation.final] == [
-        0,
-        2,
-        4,
-        6,
-    ]
+    wanted = [0, 2, 4, 6]
+    assert [
+        evaluation.version for evaluation in world.evaluations if not evaluation.final
+    ] == wanted
 
 
 def test_a_turn_requested_twice_is_one_turn() -> None:
-    world = World(config(), seed=5)
+    world = World(core.config(), seed=5)
     world.start()
     while not any(isinstance(event, e.TurnDone) for _, event in world.journal):
         world.step()
@@ -478,9 +473,9 @@ def test_a_turn_requested_twice_is_one_turn() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_turn_that_a_program_reads_is_resumed_wherever_it_continues(streamed: bool) -> None:
     """Its tokens are read already. Any other turn of this mode starts over."""
-    world = World(config(), seed=5)
+    world = World(core.config(), seed=5)
     world.start()
-    run = until(world, c.StartRun)
+    run = core.until(world, c.StartRun)
 
     def starts() -> list[c.StartTurn]:
         return [
@@ -493,16 +488,14 @@ def test_a_turn_that_a_program_reads_is_resumed_wherever_it_continues(streamed: 
     world.feed(e.TurnRequested(**named, context_tokens=4, streamed=streamed))
     (first,) = starts()
     world.feed(e.TurnFailed(**named, dispatch=first.dispatch, error="refused"))
-    assert [(start.dispatch, start.resume) for start in starts()] == [
-        (first.dispatch, streamed),
-        (first.dispatch + 1, streamed),
-    ]
+    expected = [(first.dispatch, streamed), (first.dispatch + 1, streamed)]
+    assert [(start.dispatch, start.resume) for start in starts()] == expected
 
 
 def test_the_core_tracks_the_progress_of_open_turns() -> None:
-    world = World(config(), seed=7)
+    world = World(core.config(), seed=7)
     world.start()
-    start = until(world, c.StartTurn)
+    start = core.until(world, c.StartTurn)
 
     def sampled(**changes: Any) -> int:
         named = {
@@ -531,7 +524,7 @@ def test_the_core_tracks_the_progress_of_open_turns() -> None:
 
 def bounded_run(**rollout: Any) -> RunConfig:
     """Return a run in which a complete batch waits for no checkpoint."""
-    return config(
+    return core.config(
         "bounded",
         steps=6,
         rollout=rollout,
@@ -577,7 +570,7 @@ def test_with_early_updates_engines_do_not_wait() -> None:
 
 
 def test_expired_work_is_cancelled_at_once() -> None:
-    world = World(config("bounded", steps=6, rollout={"spare_groups": 3}), seed=17)
+    world = World(core.config("bounded", steps=6, rollout={"spare_groups": 3}), seed=17)
     world.run()
     dropped = world.core.account().dropped
     assert dropped.get("stale", 0) > 0
@@ -586,7 +579,7 @@ def test_expired_work_is_cancelled_at_once() -> None:
 
 
 def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
-    plain = config("partial", steps=6)
+    plain = core.config("partial", steps=6)
     spare = plain.rollout.model_copy(update={"spare_groups": 3})  # so that some expire
     world = World(plain.model_copy(update={"rollout": spare}), seed=17)
     world.run()
@@ -597,13 +590,13 @@ def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", mostly_extended([*MODES, "decoupled"], {"sync", "bounded", "decoupled"})
+    "mode", mostly_extended([*core.MODES, "decoupled"], {"sync", "bounded", "decoupled"})
 )
 def test_evaluations_continue_after_the_loss_of_the_controller(mode: str) -> None:
     """Otherwise the test above would show nothing of them. Each of them, also the final
     one, is complete, and none takes more episodes than it has.
     """
-    world = World(config(mode, steps=3, eval={"every": 1, "episodes": 8}), seed=5)
+    world = World(core.config(mode, steps=3, eval={"every": 1, "episodes": 8}), seed=5)
     world.start()
     lost = 0
     while world.finish is None:
@@ -613,7 +606,7 @@ def test_evaluations_continue_after_the_loss_of_the_controller(mode: str) -> Non
             continue
         if world.core.state.checkpoints.newest == current.version:
             done = sum(map(len, current.rewards.values()))
-            restart_controller(world)
+            core.restart_controller(world)
             suspended = world.core.state.evaluations.suspended
             assert sum(map(len, suspended.rewards.values())) == done
             lost += 1
@@ -623,28 +616,28 @@ def test_evaluations_continue_after_the_loss_of_the_controller(mode: str) -> Non
 
 
 def test_a_user_may_stop_a_run_and_continue_it() -> None:
-    world = World(config(steps=6), seed=19)
+    world = World(core.config(steps=6), seed=19)
     world.start()
-    until(world, c.TrainStep)
+    core.until(world, c.TrainStep)
     world.feed(e.StopRequested())
     world.run_on()
     assert world.core.account().in_flight == 0
     assert not world.evaluations
-    restart_controller(world)
+    core.restart_controller(world)
     world.run_on()
     assert world.core.state.trainer.step == 6
     assert world.evaluations[-1].final
 
 
 def test_the_target_ends_training_early() -> None:
-    world = World(config(steps=50, eval={"every": 1, "stop_at": 0.0}), seed=23)
+    world = World(core.config(steps=50, eval={"every": 1, "stop_at": 0.0}), seed=23)
     world.run()
     assert world.core.state.trainer.step < 5
     assert world.evaluations[-1].final
 
 
 def test_batch_level_stepping_waits_for_the_slowest() -> None:
-    world = World(config(ablation={"changes": ["no_free_stepping"]}), seed=29)
+    world = World(core.config(ablation={"changes": ["no_free_stepping"]}), seed=29)
     world.start()
     while world.finish is None:
         world.step()
@@ -657,7 +650,7 @@ def test_batch_level_stepping_waits_for_the_slowest() -> None:
 
 
 def test_members_that_fail_are_retried_before_the_group_continues_without_them() -> None:
-    world = World(config(rollout={"group_size": 4, "retries": 1}), seed=31, failure=0.15)
+    world = World(core.config(rollout={"group_size": 4, "retries": 1}), seed=31, failure=0.15)
     world.run(max_events=200_000)
     assert world.core.state.counters.retried
     sizes = {len(ids) for ids in world.trained.values()}
@@ -665,9 +658,9 @@ def test_members_that_fail_are_retried_before_the_group_continues_without_them()
 
 
 def test_events_of_an_earlier_epoch_are_ignored() -> None:
-    world = World(config(), seed=37)
+    world = World(core.config(), seed=37)
     world.start()
-    until(world, c.StartTurn)
+    core.until(world, c.StartTurn)
     before = msgspec.msgpack.decode(world.core.snapshot())
     stale = [
         e.EngineLost(engine_id=EngineId("e0"), epoch=9, error="x"),
@@ -693,7 +686,7 @@ def test_events_of_an_earlier_epoch_are_ignored() -> None:
 
 
 def test_pools_are_bounded_and_filled() -> None:
-    world = World(config(steps=3), seed=41)
+    world = World(core.config(steps=3), seed=41)
     world.start()
     most = 0
     while world.finish is None:
@@ -707,7 +700,7 @@ def test_pools_are_bounded_and_filled() -> None:
 
 
 def test_environments_that_always_fail_end_the_run_with_their_error() -> None:
-    world = World(config(rollout={"retries": 1}), seed=43, failure=1.0)
+    world = World(core.config(rollout={"retries": 1}), seed=43, failure=1.0)
     world.core.state.trainer.restarts = -(10**6)  # only the environments are to be at fault
     world.start()
     while world.finish is None:
@@ -723,10 +716,10 @@ def test_environments_that_always_fail_end_the_run_with_their_error() -> None:
 
 
 def test_rewards_that_are_always_equal_are_reported() -> None:
-    world = World(config(rollout={"dynamic_sampling": True}), seed=47)
+    world = World(core.config(rollout={"dynamic_sampling": True}), seed=47)
     world.random.choice = lambda options: options[0]  # type: ignore[method-assign,assignment]
     world.start()
-    warning = until(world, c.Warn)
+    warning = core.until(world, c.Warn)
     assert "equal rewards" in warning.message
 
 
@@ -743,7 +736,7 @@ def test_an_attempt_whose_reward_fails_counts_once_under_its_last_reason() -> No
             else:
                 super().execute(command)
 
-    world = Unrewarded(config(steps=2, rollout={"retries": 1}), seed=3)
+    world = Unrewarded(core.config(steps=2, rollout={"retries": 1}), seed=3)
     world.run()
     assert "reward_error: bad reward" in world.finish.error
     counters = world.core.state.counters

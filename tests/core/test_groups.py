@@ -287,13 +287,8 @@ def test_members_that_are_too_old_leave_an_active_group() -> None:
     assert group.status is GroupStatus.ACTIVE
     assert group.chosen == ["g9.1"]
     assert evicted(run) == [(("g9.0",), StopReason.STALE)]
-    assert stages(run, group) == [
-        Stage.ENDED,
-        Stage.SCORED,
-        Stage.CLOSING,
-        Stage.RUN,
-        Stage.QUEUED,
-    ]
+    expected = [Stage.ENDED, Stage.SCORED, Stage.CLOSING, Stage.RUN, Stage.QUEUED]
+    assert stages(run, group) == expected
     assert run.state.counters.dropped == {StopReason.STALE: 1}
 
 

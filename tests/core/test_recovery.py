@@ -104,10 +104,8 @@ def test_a_world_begins_with_its_engines_and_relays() -> None:
     recovery.on_started(run, begun)
     state = run.state
     assert list(state.engines) == ["e0", "e1", "e2"]
-    assert (list(state.mechanisms["relays"].relays), state.mechanisms["relays"].relayed) == (
-        ["r0", "r1"],
-        True,
-    )
+    expected = (["r0", "r1"], True)
+    assert (list(state.mechanisms["relays"].relays), state.mechanisms["relays"].relayed) == expected
     assert (state.run_id, state.trainer.since, state.serving) == ("r", 3.0, False)
 
 

@@ -81,10 +81,8 @@ def test_nothing_is_waited_for_once_all_serve() -> None:
     driver.hold("r0", 0)
     driver.hold("r1", 0)
     loading = driver.waits()
-    assert loading[:2] == [
-        "engine e0 on host a: loading version 0",
-        "engine e1 on host b: loading version 0",
-    ]
+    expected = ["engine e0 on host a: loading version 0", "engine e1 on host b: loading version 0"]
+    assert loading[:2] == expected
     for name in ("e0", "e1"):
         loaded = e.WeightsLoaded(engine_id=EngineId(name), epoch=0, version=0, publication_id=0)
         driver.send(loaded)

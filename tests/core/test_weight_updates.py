@@ -95,11 +95,8 @@ def test_a_suspended_engine_loads_the_newest_weights() -> None:
     run = updating(EngineStatus.SUSPENDING)
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
     engine = run.state.engines[E0]
-    assert (engine.status, engine.loading.id, engine.loading.step) == (
-        EngineStatus.LOADING,
-        20,
-        None,
-    )
+    expected = (EngineStatus.LOADING, 20, None)
+    assert (engine.status, engine.loading.id, engine.loading.step) == expected
     assert loads(run) == [(2, 20, None)]
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E1, epoch=0))
     assert len(loads(run)) == 1, "it serves"
@@ -200,11 +197,8 @@ def test_failed_staging_leaves_the_old_weights_serving_until_the_load() -> None:
     weight_updates.update(run)
     failed = e.StagingFailed(engine_id=E0, epoch=0, publication_id=20, error="torn")
     weight_updates.on_staging_failed(run, failed)
-    assert (engine.status, engine.version, engine.failures.load_failures) == (
-        EngineStatus.SERVING,
-        1,
-        0,
-    )
+    expected = (EngineStatus.SERVING, 1, 0)
+    assert (engine.status, engine.version, engine.failures.load_failures) == expected
     assert run.state.counters.watchdog == {"staging_failed": 1}
     assert (engine.staging.id, engine.staging.unstaged_id) == (-1, 20)
     run.out = []

@@ -1,15 +1,8 @@
 """Versions are kept as long as they may be needed; engines can load some of them."""
 
 from rollweave.core import weights
+from rollweave.core.mechanisms.relays import state
 from rollweave.core.mechanisms.relays.fetching import published as begin_broadcast
-from rollweave.core.mechanisms.relays.state import (
-    Fetch,
-    Relay,
-    Relays,
-    leave_chain,
-    relay_of,
-    takes_versions,
-)
 from rollweave.core.run import Run
 from rollweave.core.weights import MAX_VERSIONS
 from tests.support.states import E0, E1, place_on_hosts, running
@@ -55,9 +48,9 @@ def test_what_relays_hold_pass_on_and_build_on_is_kept() -> None:
     run.state.publication.retained = {10: 1, 20: 2}
     first.versions, second.versions = [10, 20], [10]
     assert weights.needed(run) == (10, 20), "the newest of each"
-    second.versions, second.fetch = [], Fetch(publication_id=10, source=None, base=None)
+    second.versions, second.fetch = [], state.Fetch(publication_id=10, source=None, base=None)
     assert weights.needed(run) == (10, 20)
-    second.fetch = Fetch(publication_id=20, source=None, base=10)
+    second.fetch = state.Fetch(publication_id=20, source=None, base=10)
     assert weights.needed(run) == (10, 20)
     second.fetch = None
     assert weights.needed(run) == (20,)
@@ -75,12 +68,14 @@ def test_what_is_left_on_a_host_without_engines_is_not_kept() -> None:
 
 def test_relays_beside_engines_and_the_master_take_versions() -> None:
     run = published(1, hosts=4)
-    part, fleet = run.part(Relays), run.fleet
+    part, fleet = run.part(state.Relays), run.fleet
     relays = part.relays
     run.state.mechanisms["relays"].order = ["r2", "r3", "r0", "r1"]
 
     def takers() -> list[str]:
-        return [name for name, relay in relays.items() if takes_versions(part, relay, fleet.hosts)]
+        return [
+            name for name, relay in relays.items() if state.takes_versions(part, relay, fleet.hosts)
+        ]
 
     assert takers() == ["r0", "r1", "r2"]
     relays["r2"].suspected_since = 1.0
@@ -96,7 +91,8 @@ def test_no_more_versions_are_kept_than_fit() -> None:
     publication.retained = {number: number for number in range(20)}
     publication.id = 19
     run.state.mechanisms["relays"].relays = {
-        f"r{number}": Relay(id=f"r{number}", host=0, versions=[number]) for number in range(20)
+        f"r{number}": state.Relay(id=f"r{number}", host=0, versions=[number])
+        for number in range(20)
     }
     assert weights.needed(run) == tuple(range(20 - MAX_VERSIONS, 20))
 
@@ -120,7 +116,7 @@ def test_what_a_lost_trainer_leaves_is_what_relays_hold() -> None:
     run = published(1, 2, hosts=2)
     first, second = run.state.mechanisms["relays"].relays.values()
     run.state.publication.retained = {10: 1, 20: 2, 30: 3}
-    first.versions, second.fetch = [10], Fetch(publication_id=30, source=None, base=None)
+    first.versions, second.fetch = [10], state.Fetch(publication_id=30, source=None, base=None)
     weights.trainer_lost(run)
     assert run.state.publication.retained == {10: 1, 30: 3}
 
@@ -131,7 +127,7 @@ def test_without_relays_an_engine_loads_what_the_trainer_holds() -> None:
     assert weights.newest(run, engine) == 20
     assert weights.is_in_memory(run, engine, 20)
     assert not weights.is_in_memory(run, engine, 10)
-    assert relay_of(run, engine) is None
+    assert state.relay_of(run, engine) is None
     run.state.publication.retained.clear()
     assert weights.newest(run, engine) is None
     assert not weights.is_obtainable(run, 20)
@@ -144,7 +140,7 @@ def test_with_relays_an_engine_loads_what_its_own_host_holds() -> None:
     first.versions, second.versions = [10, 20], [10]
     for engine_id, relay, newest in ((E0, first, 20), (E1, second, 10)):
         engine = run.state.engines[engine_id]
-        assert relay_of(run, engine) is relay
+        assert state.relay_of(run, engine) is relay
         assert weights.newest(run, engine) == newest
         assert weights.is_in_memory(run, engine, 20) is (20 in relay.versions)
         assert weights.is_loadable(run, engine, 20) is (20 in relay.versions)
@@ -182,9 +178,9 @@ def test_only_decoupled_runs_load_checkpoints() -> None:
 def test_a_lost_relay_leaves_the_chain() -> None:
     run = published(hosts=2)
     run.state.mechanisms["relays"].order = ["r0", "r1"]
-    leave_chain(run, run.state.mechanisms["relays"].relays["r0"])
+    state.leave_chain(run, run.state.mechanisms["relays"].relays["r0"])
     assert run.state.mechanisms["relays"].order == ["r1"]
-    leave_chain(run, run.state.mechanisms["relays"].relays["r0"])
+    state.leave_chain(run, run.state.mechanisms["relays"].relays["r0"])
     assert run.state.mechanisms["relays"].order == ["r1"]
 
 
@@ -192,7 +188,7 @@ def test_a_fetch_of_a_whole_version_needs_no_base() -> None:
     run = published(1, hosts=1)
     run.state.publication.retained = {1: 1, 10: 1}
     (relay,) = run.state.mechanisms["relays"].relays.values()
-    relay.fetch = Fetch(publication_id=10, source=None, base=None)
+    relay.fetch = state.Fetch(publication_id=10, source=None, base=None)
     assert weights.needed(run) == (10,)
-    relay.fetch = Fetch(publication_id=10, source=None, base=1)
+    relay.fetch = state.Fetch(publication_id=10, source=None, base=1)
     assert weights.needed(run) == (1, 10)

@@ -9,16 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollweave.schema.serving import (
-    Add,
-    Load,
-    LoadCheckpoint,
-    LoadFailed,
-    Resume,
-    Stage,
-    Staged,
-    Suspend,
-)
+from rollweave.schema import serving as s
 from rollweave.train import checkpoint
 from rollweave.weights.adapters import A, B
 from rollweave.weights.publication import Publisher
@@ -76,7 +67,7 @@ def adapted(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 def after(path: str, *commands: object) -> Outcome:
     """Return what an engine samples once it has executed these commands."""
-    add = Add(request=request("r", PROMPT, seed=1, max_tokens=12))
+    add = s.Add(request=request("r", PROMPT, seed=1, max_tokens=12))
     return drive(spec(path, lora_scale=SCALE), [], at={0: [*commands, add]})  # type: ignore[list-item]
 
 
@@ -92,12 +83,12 @@ def test_an_engine_computes_with_the_adapters(
         for number, each in enumerate((first, second, first), 1)
     ]
     assert manifests[0].nbytes < 0.6 * sum(p.nbytes for p in base.parameters())
-    outcome = after(path, *(Load(manifest=each) for each in manifests[:2]))
+    outcome = after(path, *(s.Load(manifest=each) for each in manifests[:2]))
     result = outcome.results["r"]
     assert logprob_error(adapted(second), PROMPT, result) < 1e-4
     assert logprob_error(base, PROMPT, result) > 0.1
-    once = after(path, Load(manifest=manifests[0])).results["r"]
-    again = after(path, *(Load(manifest=each) for each in manifests)).results["r"]
+    once = after(path, s.Load(manifest=manifests[0])).results["r"]
+    again = after(path, *(s.Load(manifest=each) for each in manifests)).results["r"]
     assert (again.tokens, again.logprobs) == (once.tokens, once.logprobs)
 
 
@@ -109,13 +100,13 @@ def test_staged_adapters_are_swapped_in(
     outcome = drive(
         spec(path, lora_scale=SCALE),
         [request("old", PROMPT, seed=1, max_tokens=40)],
-        at={2: [Stage(manifest=manifest)]},
+        at={2: [s.Stage(manifest=manifest)]},
         on={
-            Staged: [
-                Suspend(),
-                Load(manifest=manifest),
-                Resume(),
-                Add(request=request("new", PROMPT, seed=1, max_tokens=12)),
+            s.Staged: [
+                s.Suspend(),
+                s.Load(manifest=manifest),
+                s.Resume(),
+                s.Add(request=request("new", PROMPT, seed=1, max_tokens=12)),
             ]
         },
     )
@@ -130,11 +121,11 @@ def test_the_adapters_of_a_checkpoint_are_those_that_were_published(
         step=7, model=tensors, optimizer={}, rng={"cpu": torch.get_rng_state()}
     )
     checkpoint.save(tmp_path / "c", saved, export_dtype=torch.float32)
-    read = LoadCheckpoint(
+    read = s.LoadCheckpoint(
         version=7, publication_id=1, directory=str(tmp_path / "c"), dtype="float32"
     )
     manifest = publisher.publish(tensors, version=7, publication_id=1)
-    one, other = (after(path, each).results["r"] for each in (read, Load(manifest=manifest)))
+    one, other = (after(path, each).results["r"] for each in (read, s.Load(manifest=manifest)))
     assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
     assert logprob_error(adapted(tensors), PROMPT, one) < 1e-4
 
@@ -162,8 +153,8 @@ def test_what_is_no_complete_adapter_of_the_model_is_refused(
             publisher.publish(each, version=version, publication_id=version)
             for version, each in ((1, good), (number, tensors))
         ]
-        outcome = after(path, *(Load(manifest=each) for each in manifests))
-        (failed,) = outcome.of(LoadFailed)
+        outcome = after(path, *(s.Load(manifest=each) for each in manifests))
+        (failed,) = outcome.of(s.LoadFailed)
         assert error in failed.error
         assert logprob_error(adapted(good), PROMPT, outcome.results["r"]) < 1e-4
 
@@ -172,8 +163,8 @@ def test_an_engine_without_adapters_refuses_them(
     base: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     manifest = publisher.publish(adapters(base, 1), version=1, publication_id=1)
-    outcome = drive(spec(path), [], at={0: [Load(manifest=manifest)]})
-    (failed,) = outcome.of(LoadFailed)
+    outcome = drive(spec(path), [], at={0: [s.Load(manifest=manifest)]})
+    (failed,) = outcome.of(s.LoadFailed)
     assert "tensors must be the model's parameters" in failed.error
 
 
@@ -186,12 +177,12 @@ def test_the_base_is_the_files_that_the_engine_began_with(
     manifest = publisher.publish(tensors, version=1, publication_id=1)
     file = Path(path) / "model.safetensors"
 
-    def replace() -> Load:
+    def replace() -> s.Load:
         others = {name: torch.zeros_like(each) for name, each in load_file(file).items()}
         save_file(others, file.with_suffix(".new"), metadata={"format": "pt"})
         file.with_suffix(".new").rename(file)
-        return Load(manifest=manifest)
+        return s.Load(manifest=manifest)
 
-    add = Add(request=request("r", PROMPT, seed=1, max_tokens=12))
+    add = s.Add(request=request("r", PROMPT, seed=1, max_tokens=12))
     outcome = drive(spec(path, lora_scale=SCALE), [], at={0: [replace, add]})
     assert logprob_error(adapted(tensors), PROMPT, outcome.results["r"]) < 1e-4

@@ -17,16 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.engine.constraints import Grammars, Matcher, grammar_of
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import (
-    Constraint,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    VersionSpan,
-)
 from tests.support.chats import bpe
 from tests.support.engines import limit_compilation
 from tests.support.properties import examples
@@ -42,8 +34,8 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def regex(text: str) -> Constraint:
-    return Constraint(kind="regex", text=text)
+def regex(text: str) -> s.Constraint:
+    return s.Constraint(kind="regex", text=text)
 
 
 def forbidden(matcher: Matcher) -> Any:
@@ -111,28 +103,28 @@ def test_allowed_tokens_are_those_with_which_the_text_can_match(
         (regex("("), "unclosed group"),
         (regex(""), "empty"),
         (regex(r"(\w)\1"), "backreferences are not supported"),
-        (Constraint(kind="json", text='{"not": {"type": "string"}}'), "Unimplemented keys"),
-        (Constraint(kind="json", text='{"type": "thing"}'), "Invalid type"),
-        (Constraint(kind="json", text="{"), "."),
+        (s.Constraint(kind="json", text='{"not": {"type": "string"}}'), "Unimplemented keys"),
+        (s.Constraint(kind="json", text='{"type": "thing"}'), "Invalid type"),
+        (s.Constraint(kind="json", text="{"), "."),
         (
-            Constraint(kind="json", text='{"type": "integer", "multipleOf": 99991}'),
+            s.Constraint(kind="json", text='{"type": "integer", "multipleOf": 99991}'),
             "least common multiple of all multipleOf.* at most 10000, got 99991",
         ),
         (
-            Constraint(kind="json", text='{"anyOf": [{"multipleOf": 97}, {"multipleOf": 10.7}]}'),
+            s.Constraint(kind="json", text='{"anyOf": [{"multipleOf": 97}, {"multipleOf": 10.7}]}'),
             "least common multiple of all multipleOf.* at most 10000, got ",
         ),
         (
-            Constraint(kind="lark", text=f"start: %json {json.dumps(nested(12))}"),
+            s.Constraint(kind="lark", text=f"start: %json {json.dumps(nested(12))}"),
             "grammar size",
         ),
         (
-            Constraint(kind="json", text='{"$ref": "http://far.away/schema"}'),
+            s.Constraint(kind="json", text='{"$ref": "http://far.away/schema"}'),
             "retrieving it failed",
         ),
-        (Constraint(kind="json", text='{"$ref": "#"}'), "references lead back to themselves"),
+        (s.Constraint(kind="json", text='{"$ref": "#"}'), "references lead back to themselves"),
         (
-            Constraint(
+            s.Constraint(
                 kind="json",
                 text='{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}',
             ),
@@ -141,7 +133,7 @@ def test_allowed_tokens_are_those_with_which_the_text_can_match(
     ],
 )
 def test_refuses_what_cannot_be_constrained_in_one_line(
-    constraint: Constraint, problem: str
+    constraint: s.Constraint, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem) as refused:
         grammar_of(constraint)
@@ -150,15 +142,15 @@ def test_refuses_what_cannot_be_constrained_in_one_line(
 
 def test_a_schema_may_refer_to_itself_where_a_text_can_begin() -> None:
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
-    assert grammar_of(Constraint(kind="json", text=json.dumps(tree)))
+    assert grammar_of(s.Constraint(kind="json", text=json.dumps(tree)))
     either = '{"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}'
-    assert grammar_of(Constraint(kind="json", text=either))
+    assert grammar_of(s.Constraint(kind="json", text=either))
 
 
 @pytest.mark.parametrize("step", [7, 0.01, 2.5, 10_000])
 def test_multiples_can_be_demanded(grammars: Grammars, step: float) -> None:
     text = json.dumps({"type": "number", "multipleOf": step})
-    matcher = grammars.matcher(Constraint(kind="json", text=text), ends=[END])
+    matcher = grammars.matcher(s.Constraint(kind="json", text=text), ends=[END])
     for token in encode(f"{step * 3:g}"):
         assert not forbidden(matcher)[token]
         matcher.feed(token)
@@ -167,7 +159,7 @@ def test_multiples_can_be_demanded(grammars: Grammars, step: float) -> None:
 
 def test_a_property_may_have_the_name_of_the_keyword() -> None:
     text = json.dumps({"type": "object", "properties": {"multipleOf": {"multipleOf": 3}}})
-    assert grammar_of(Constraint(kind="json", text=text))
+    assert grammar_of(s.Constraint(kind="json", text=text))
 
 
 def test_matchers_of_one_constraint_are_independent(grammars: Grammars) -> None:
@@ -192,24 +184,24 @@ def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars, tmp_path: Pa
     with pytest.raises(EngineError, match=r"needs a tokenizer, and .* cannot be used"):
         Grammars(tmp_path, vocab=10)
     with pytest.raises(ValueError, match=r"sampling\.constraint must be null with allowed"):
-        Sampling(constraint=regex("a"), allowed=(1,))
+        s.Sampling(constraint=regex("a"), allowed=(1,))
 
 
 async def turn(
-    directory: Path, *requests: tuple[Sampling, PartialOutput | None]
-) -> list[GenerateResult]:
+    directory: Path, *requests: tuple[s.Sampling, s.PartialOutput | None]
+) -> list[s.GenerateResult]:
     prompt = tuple(encode("go on"))
     async with engine(directory) as tiny:
         return [
             await tiny.generate(
-                GenerateRequest(id=str(at), tokens=prompt, sampling=sampling, resumed=resumed)
+                s.GenerateRequest(id=str(at), tokens=prompt, sampling=sampling, resumed=resumed)
             )
             for at, (sampling, resumed) in enumerate(requests)
         ]
 
 
-def constrained(constraint: Constraint, **more: Any) -> Sampling:
-    return Sampling(
+def constrained(constraint: s.Constraint, **more: Any) -> s.Sampling:
+    return s.Sampling(
         constraint=constraint, **{"max_tokens": 40, "stop_token_ids": (END,), "seed": 3, **more}
     )
 
@@ -218,14 +210,14 @@ async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
     directory: Path,
 ) -> None:
     """The log-probs are those that a trainer computes, not those under the mask."""
-    json_ = Constraint(kind="json", text=json.dumps(SCHEMA))
+    json_ = s.Constraint(kind="json", text=json.dumps(SCHEMA))
     wide = {"temperature": 1.0, "max_tokens": 200}
     samplings = [
         *(constrained(regex("[ab]{3}|cd"), seed=seed) for seed in range(4)),
         constrained(regex("[ab]{3}"), temperature=0.0),
         constrained(regex("[ab]{3}"), temperature=0.7, top_k=3),
         *(constrained(json_, **wide, seed=seed) for seed in range(3)),
-        Sampling(max_tokens=5, seed=3),
+        s.Sampling(max_tokens=5, seed=3),
     ]
     results = await turn(directory, *((each, None) for each in samplings))
     model = load(directory).eval()
@@ -233,12 +225,12 @@ async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
     for sampling, result in zip(samplings, results, strict=True):
         text = bpe().decode([token for token in result.tokens if token != END])
         if sampling.constraint is None:
-            assert result.finish is FinishReason.LENGTH
+            assert result.finish is s.FinishReason.LENGTH
         elif sampling.constraint.kind == "regex":
             assert re.fullmatch(sampling.constraint.text, text)
-        elif result.finish is FinishReason.STOP:
+        elif result.finish is s.FinishReason.STOP:
             jsonschema.validate(json.loads(text), SCHEMA)
-        if sampling.constraint is not None and result.finish is FinishReason.STOP:
+        if sampling.constraint is not None and result.finish is s.FinishReason.STOP:
             assert result.tokens[-1] == END
         rows = oracle_logprobs(
             model, [*prompt, *result.tokens], temperature=sampling.temperature or 1.0
@@ -249,7 +241,7 @@ async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
         assert result.logprobs == pytest.approx(wanted, abs=1e-4)
     # A forced token is certain under the mask; its log-prob says how likely it was.
     assert min(min(result.logprobs) for result in results) < -3
-    assert any(result.finish is FinishReason.STOP for result in results[6:9])
+    assert any(result.finish is s.FinishReason.STOP for result in results[6:9])
 
 
 @pytest.mark.extended
@@ -261,15 +253,15 @@ def test_engines_and_controllers_start_without_the_library() -> None:
 
 
 async def test_a_constrained_turn_resumes_and_ends_without_a_stop_token(directory: Path) -> None:
-    spans = (VersionSpan(start=0, end=2, version=0),)
-    begun = PartialOutput(tokens=tuple(encode("ab")[:2]), logprobs=(-1.0, -1.0), versions=spans)
-    wrong = PartialOutput(tokens=tuple(encode("xy")[:2]), logprobs=(-1.0, -1.0), versions=spans)
+    spans = (s.VersionSpan(start=0, end=2, version=0),)
+    begun = s.PartialOutput(tokens=tuple(encode("ab")[:2]), logprobs=(-1.0, -1.0), versions=spans)
+    wrong = s.PartialOutput(tokens=tuple(encode("xy")[:2]), logprobs=(-1.0, -1.0), versions=spans)
     pattern = constrained(regex("ab[cd]{2}"), stop_token_ids=())
     (resumed,) = await turn(directory, (pattern, begun))
     assert re.fullmatch("ab[cd]{2}", bpe().decode([t for t in resumed.tokens if t != END]))
     assert resumed.resumed_tokens == 2
     refused = await turn(directory, (pattern, wrong), (constrained(regex("a(?=b)")), None))
-    assert [one.finish for one in refused] == [FinishReason.REFUSED] * 2
+    assert [one.finish for one in refused] == [s.FinishReason.REFUSED] * 2
     assert refused[0].error.startswith("sampling.constraint cannot be met: ")
     assert refused[1].error.startswith("sampling.constraint cannot be constrained: look")
 
@@ -282,21 +274,21 @@ async def test_turns_go_on_while_a_grammar_is_compiled(
     """
     limit_compilation(monkeypatch)
     hostile = constrained(regex("a?" * 16_000))
-    beside = [Sampling(max_tokens=30, seed=1), constrained(regex("[ab]{3}"), stop_token_ids=())]
+    beside = [s.Sampling(max_tokens=30, seed=1), constrained(regex("[ab]{3}"), stop_token_ids=())]
     ended = list[str]()
     async with engine(directory) as tiny:
         started = await tiny.generate(
-            GenerateRequest(id="first", tokens=(1,), sampling=constrained(regex("[ab]{3}")))
+            s.GenerateRequest(id="first", tokens=(1,), sampling=constrained(regex("[ab]{3}")))
         )
-        assert started.finish is FinishReason.STOP
+        assert started.finish is s.FinishReason.STOP
         turns = {
-            f"{at}": tiny.generate(GenerateRequest(id=f"{at}", tokens=(1,), sampling=sampling))
+            f"{at}": tiny.generate(s.GenerateRequest(id=f"{at}", tokens=(1,), sampling=sampling))
             for at, sampling in enumerate([hostile, *beside])
         }
         for id, turn_ in turns.items():
             turn_.add_done_callback(lambda _, id=id: ended.append(id))
         results = await asyncio.gather(*turns.values())
     assert ended[0] == "1", "no turn without a constraint waits for a grammar"
-    assert results[0].finish is FinishReason.REFUSED
+    assert results[0].finish is s.FinishReason.REFUSED
     assert results[0].error.endswith("it takes too much CPU time")
-    assert [one.finish for one in results[1:]] == [FinishReason.LENGTH, FinishReason.STOP]
+    assert [one.finish for one in results[1:]] == [s.FinishReason.LENGTH, s.FinishReason.STOP]

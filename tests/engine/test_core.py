@@ -14,27 +14,7 @@ import torch
 
 from rollweave.engine.batching import StepWork
 from rollweave.engine.thread import EngineThread
-from rollweave.schema.serving import (
-    Abort,
-    Add,
-    Beat,
-    Beating,
-    EngineFatal,
-    EngineReply,
-    FinishReason,
-    Generated,
-    GenerateResult,
-    Load,
-    LoadCheckpoint,
-    Loaded,
-    LoadFailed,
-    Ready,
-    Rerank,
-    Resume,
-    Shutdown,
-    Suspend,
-    Suspended,
-)
+from rollweave.schema import serving as s
 from rollweave.train.checkpoint import Checkpoint
 from rollweave.train.checkpoint import save as save_checkpoint
 from rollweave.weights.publication import Publisher
@@ -100,7 +80,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
     with_memory.close()
 
 
-def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateResult]:
+def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, s.GenerateResult]:
     """Run every prompt alone, in a separate engine."""
     return {
         i: drive(
@@ -125,7 +105,7 @@ def test_greedy_tokens_and_logprobs_match_transformers(name: str, tmp_path: Path
         result = outcome.results[str(i)]
         assert list(result.tokens) == oracle_greedy(model, prompt, 20)
         assert logprob_error(model, prompt, result) <= TOLERANCE
-        assert result.finish is FinishReason.LENGTH
+        assert result.finish is s.FinishReason.LENGTH
 
 
 def test_a_sharded_checkpoint_is_the_same_model(
@@ -208,9 +188,9 @@ def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, 
     reference = baseline(path, count=24)
     low = [request(str(i), PROMPTS[i], seed=i, max_tokens=24) for i in (0, 1)]
     high = [
-        Add(request=request(str(i), PROMPTS[i], seed=i, max_tokens=24, rank=1.0)) for i in (3, 4)
+        s.Add(request=request(str(i), PROMPTS[i], seed=i, max_tokens=24, rank=1.0)) for i in (3, 4)
     ]
-    outcome = drive(spec(path, max_slots=2), low, at={6: high, 12: [Rerank(id="1", rank=2.0)]})
+    outcome = drive(spec(path, max_slots=2), low, at={6: high, 12: [s.Rerank(id="1", rank=2.0)]})
     assert outcome.stats[-1].preemptions == 3
     assert outcome.stats[-1].recomputed_tokens == 0
     assert sum(result.preemptions for result in outcome.results.values()) == 3
@@ -228,8 +208,8 @@ def test_time_without_a_slot_is_queueing_also_after_a_preemption(path: str) -> N
     """There are one slot and one token per second: "low" starts, "high" takes its slot,
     and "mid" waits for that one.
     """
-    high = Add(request=request("high", PROMPTS[0], rank=2.0, max_tokens=4))
-    mid = Add(request=request("mid", PROMPTS[3], rank=1.0, max_tokens=3))
+    high = s.Add(request=request("high", PROMPTS[0], rank=2.0, max_tokens=4))
+    mid = s.Add(request=request("mid", PROMPTS[3], rank=1.0, max_tokens=3))
     low = request("low", PROMPTS[2], max_tokens=10)
     outcome = drive(spec(path, max_slots=1), [low], at={4: [high, mid]}, clock=Seconds())
     assert [result.id for result in outcome.answers] == ["high", "mid", "low"]
@@ -247,22 +227,22 @@ def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
     """
     clock = Seconds()
 
-    def resume_later() -> Resume:
+    def resume_later() -> s.Resume:
         clock.now += 100.0
-        return Resume()
+        return s.Resume()
 
     budget = {
         name: msgspec.structs.replace(request(name, p, max_tokens=20), budget_s=5.0)
         for name, p in zip("ab", PROMPTS, strict=False)
     }
-    first = Add(request=request("first", PROMPTS[4], rank=2.0, max_tokens=12))
-    at = {3: [first], 6: [Suspend()], 7: [resume_later]}
+    first = s.Add(request=request("first", PROMPTS[4], rank=2.0, max_tokens=12))
+    at = {3: [first], 6: [s.Suspend()], 7: [resume_later]}
     results = drive(spec(path, max_slots=1), budget.values(), at=at, clock=clock).results
-    assert results["first"].finish is FinishReason.LENGTH  # has no budget
+    assert results["first"].finish is s.FinishReason.LENGTH  # has no budget
     for name in "ab":
         result = results[name]
         # The step that begins in the fifth second is the last one.
-        assert (result.finish, result.generate_s, len(result.tokens)) == (FinishReason.TIME, 5, 6)
+        assert (result.finish, result.generate_s, len(result.tokens)) == (s.FinishReason.TIME, 5, 6)
         assert result.queue_s > 100
         assert (
             result.tokens
@@ -279,9 +259,9 @@ def test_request_within_its_budget_is_not_cut(path: str) -> None:
     ]
     results = drive(spec(path), requests, clock=Seconds()).results
     assert {name: (result.finish, len(result.tokens)) for name, result in results.items()} == {
-        "1": (FinishReason.LENGTH, 1),
-        "5": (FinishReason.LENGTH, 5),
-        "6": (FinishReason.TIME, 5),
+        "1": (s.FinishReason.LENGTH, 1),
+        "5": (s.FinishReason.LENGTH, 5),
+        "6": (s.FinishReason.TIME, 5),
     }
 
 
@@ -290,11 +270,11 @@ def test_aborted_neighbors_return_their_tokens_and_change_nothing(
 ) -> None:
     reference = baseline(path, count=24)
     requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
-    aborts = {4: [Abort(id="1")], 9: [Abort(id="3"), Abort(id="nobody")]}
+    aborts = {4: [s.Abort(id="1")], 9: [s.Abort(id="3"), s.Abort(id="nobody")]}
     outcome = drive(spec(path), requests, at=aborts)
     for i, prompt in enumerate(PROMPTS):
         result = outcome.results[str(i)]
-        assert result.finish is (FinishReason.ABORTED if i in (1, 3) else FinishReason.LENGTH)
+        assert result.finish is (s.FinishReason.ABORTED if i in (1, 3) else s.FinishReason.LENGTH)
         assert result.tokens == reference[i].tokens[: len(result.tokens)]
         assert logprob_error(model, prompt, result) <= TOLERANCE
     assert 0 < len(outcome.results["1"].tokens) < len(outcome.results["3"].tokens) < 24
@@ -302,16 +282,16 @@ def test_aborted_neighbors_return_their_tokens_and_change_nothing(
 
 def test_abort_before_the_first_step_yields_an_empty_result(path: str) -> None:
     requests = [request(str(i), PROMPTS[0], max_tokens=4) for i in range(3)]
-    result = drive(spec(path, max_slots=1), requests, at={0: [Abort(id="2")]}).results["2"]
-    assert (result.finish, result.tokens, result.versions) == (FinishReason.ABORTED, (), ())
+    result = drive(spec(path, max_slots=1), requests, at={0: [s.Abort(id="2")]}).results["2"]
+    assert (result.finish, result.tokens, result.versions) == (s.FinishReason.ABORTED, (), ())
 
 
 def test_suspension_stops_the_steps_and_changes_nothing(path: str) -> None:
     reference = baseline(path, count=16)
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS[:4])]
-    last = Add(request=request("4", PROMPTS[4], seed=4, max_tokens=16))
-    outcome = drive(spec(path), requests, at={5: [Suspend()], 7: [last], 9: [Resume()]})
-    assert [message.in_flight for message in outcome.of(Suspended)] == [4]
+    last = s.Add(request=request("4", PROMPTS[4], seed=4, max_tokens=16))
+    outcome = drive(spec(path), requests, at={5: [s.Suspend()], 7: [last], 9: [s.Resume()]})
+    assert [message.in_flight for message in outcome.of(s.Suspended)] == [4]
     steps = [stats.steps for stats in outcome.stats]
     assert steps == sorted(steps)
     assert steps[5] < steps[6] == steps[10] < steps[11]
@@ -343,11 +323,11 @@ def test_starved_kv_still_finishes_everything(model: torch.nn.Module, path: str)
 def test_an_update_in_flight_is_piecewise_the_two_models(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, suspended: bool
 ) -> None:
-    load = [Load(manifest=publish(publisher, other, version=3))]
-    at = {6: [Suspend()], 8: [*load, Resume()]} if suspended else {6: load}
+    load = [s.Load(manifest=publish(publisher, other, version=3))]
+    at = {6: [s.Suspend()], 8: [*load, s.Resume()]} if suspended else {6: load}
     requests = [request(str(i), p, seed=i, max_tokens=20) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path, prefill_chunk_tokens=32), requests, at=at)
-    loaded = outcome.of(Loaded)
+    loaded = outcome.of(s.Loaded)
     assert [message.version for message in loaded] == [3]
     assert loaded[0].recompute_tokens == outcome.stats[-1].recomputed_tokens > 0
     for i, prompt in enumerate(PROMPTS):
@@ -361,8 +341,8 @@ def test_consecutive_weight_updates(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     loads = {
-        4: [Load(manifest=publish(publisher, other, version=1))],
-        5: [Load(manifest=publish(publisher, model, version=2))],
+        4: [s.Load(manifest=publish(publisher, other, version=1))],
+        5: [s.Load(manifest=publish(publisher, model, version=2))],
     }
     requests = [
         request(str(i), p, seed=i, max_tokens=16, temperature=0.7) for i, p in enumerate(PROMPTS)
@@ -396,19 +376,19 @@ def test_mismatched_load_changes_nothing(
         ),
     }
     at: dict[int, Any] = {
-        3 + i: [Load(manifest=manifest)] for i, manifest in enumerate(broken.values())
+        3 + i: [s.Load(manifest=manifest)] for i, manifest in enumerate(broken.values())
     }
     reference = baseline(path, count=16)
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at=at)
-    failed = outcome.of(LoadFailed)
+    failed = outcome.of(s.LoadFailed)
     assert [message.version for message in failed] == [
         manifest.version for manifest in broken.values()
     ]
     assert "missing" in failed[1].error
     assert "unknown" in failed[2].error
     assert "shape" in failed[3].error
-    assert outcome.of(Loaded) == []
+    assert outcome.of(s.Loaded) == []
     assert {i: outcome.results[str(i)].tokens for i in range(5)} == {
         i: reference[i].tokens for i in range(5)
     }
@@ -436,11 +416,11 @@ def test_checkpoint_load_is_atomic(
         file.write_bytes(content[:-40] if damage == "truncated" else content)
     elif damage == "gone":
         file.unlink()
-    load = LoadCheckpoint(version=3, publication_id=9, directory=str(saved), dtype="float32")
+    load = s.LoadCheckpoint(version=3, publication_id=9, directory=str(saved), dtype="float32")
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at={6: [load]})
     assert [
-        message.version for message in outcome.of(LoadFailed if damage != "whole" else Loaded)
+        message.version for message in outcome.of(s.LoadFailed if damage != "whole" else s.Loaded)
     ] == [3]
     versions = {-1: model, 3: other} if damage == "whole" else {-1: model}
     for i, prompt in enumerate(PROMPTS):
@@ -458,7 +438,7 @@ def test_state_dicts_of_every_architecture_load(
     new.load_state_dict(half)
     manifest = publisher.publish(half, version=1, publication_id=1)
     requests = [request("x", PROMPTS[1], max_tokens=12)]
-    outcome = drive(spec(save(old, tmp_path / "m")), requests, at={5: [Load(manifest=manifest)]})
+    outcome = drive(spec(save(old, tmp_path / "m")), requests, at={5: [s.Load(manifest=manifest)]})
     check_versions(PROMPTS[1], outcome.results["x"], {-1: old, 1: new})
 
 
@@ -471,15 +451,15 @@ def test_nonfinite_weights_are_errors_and_leave_no_trace(
     bad = publisher.publish(poison, version=1, publication_id=1)
     good = publish(publisher, other, version=2)
     requests = [request(str(i), p, seed=i, max_tokens=20) for i, p in enumerate(PROMPTS)]
-    later = [Load(manifest=good)] + [
-        Add(request=request(f"b{i}", p, seed=i, max_tokens=20)) for i, p in enumerate(PROMPTS)
+    later = [s.Load(manifest=good)] + [
+        s.Add(request=request(f"b{i}", p, seed=i, max_tokens=20)) for i, p in enumerate(PROMPTS)
     ]
-    outcome = drive(spec(path), requests, at={5: [Load(manifest=bad)], 12: later})
+    outcome = drive(spec(path), requests, at={5: [s.Load(manifest=bad)], 12: later})
     for i, prompt in enumerate(PROMPTS):
         before, after = outcome.results[str(i)], outcome.results[f"b{i}"]
-        assert before.finish is FinishReason.ERROR
+        assert before.finish is s.FinishReason.ERROR
         assert "not finite" in before.error
-        assert after.finish is FinishReason.LENGTH
+        assert after.finish is s.FinishReason.LENGTH
         check_versions(prompt, after, {2: other})
 
 
@@ -491,10 +471,10 @@ def test_turns_hit_the_blocks_of_earlier_turns(model: torch.nn.Module, path: str
     engine = spec(path)
     reached = 0
     adds: dict[int, Any] = {}
-    results: list[GenerateResult] = []
+    results: list[s.GenerateResult] = []
     for turn in range(4):
         done = drive(engine, [request("t", context, seed=turn, max_tokens=9)]).results["t"]
-        adds[turn * 40] = [Add(request=request(str(turn), context, seed=turn, max_tokens=9))]
+        adds[turn * 40] = [s.Add(request=request(str(turn), context, seed=turn, max_tokens=9))]
         results.append(done)
         context = [*context, *done.tokens, 7, 8]
     outcome = drive(engine, [], at=adds)
@@ -514,10 +494,10 @@ def test_turns_hit_the_blocks_of_earlier_turns(model: torch.nn.Module, path: str
 def test_prefix_is_recomputed_after_an_update(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
-    def add(name: str) -> Add:
-        return Add(request=request(name, PROMPTS[1], seed=1, max_tokens=4))
+    def add(name: str) -> s.Add:
+        return s.Add(request=request(name, PROMPTS[1], seed=1, max_tokens=4))
 
-    load = Load(manifest=publish(publisher, other, version=1))
+    load = s.Load(manifest=publish(publisher, other, version=1))
     outcome = drive(
         spec(path),
         [],
@@ -550,7 +530,7 @@ def test_stop_tokens_end_a_request_and_are_part_of_it(path: str) -> None:
         result = drive(
             engine, [request("x", PROMPTS[0], seed=5, max_tokens=12, **sampling)]
         ).results["x"]
-        assert (result.tokens, result.finish) == (free.tokens[:first], FinishReason.STOP)
+        assert (result.tokens, result.finish) == (free.tokens[:first], s.FinishReason.STOP)
 
 
 def test_allowed_tokens_only_and_their_plain_logprobs(model: torch.nn.Module, path: str) -> None:
@@ -590,14 +570,14 @@ def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
     twice = [request("twice", PROMPTS[0], max_tokens=30), request("twice", PROMPTS[0])]
     edge = request("edge", [1] * 511, max_tokens=50)
     outcome = drive(spec(path), [*twice, *REFUSED.values(), edge])
-    failed = [answer for answer in outcome.answers if answer.finish is FinishReason.ERROR]
+    failed = [answer for answer in outcome.answers if answer.finish is s.FinishReason.ERROR]
     errors = {answer.id: answer.error for answer in failed}
     assert "unique" in errors.pop("twice")
     assert {words: words in errors[asked.id] for words, asked in REFUSED.items()} == dict.fromkeys(
         REFUSED, True
     )
     assert len(errors) == len(REFUSED)
-    ended = [answer for answer in outcome.answers if answer.finish is FinishReason.LENGTH]
+    ended = [answer for answer in outcome.answers if answer.finish is s.FinishReason.LENGTH]
     # the context ends before max_tokens does
     assert {answer.id: len(answer.tokens) for answer in ended} == {"twice": 30, "edge": 1}
 
@@ -606,7 +586,7 @@ def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
     outcome = drive(
         spec(path, kv_tokens=64), [request("x", [1] * 64), request("y", [1] * 60, max_tokens=50)]
     )
-    assert outcome.of(Ready)[0] == Ready(
+    assert outcome.of(s.Ready)[0] == s.Ready(
         version=-1, kv_total_tokens=64, max_slots=8, max_context=64, stages=True
     )
     assert "context of 64 tokens" in outcome.results["x"].error
@@ -614,32 +594,32 @@ def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
 
 
 def test_failure_of_the_loop_is_reported(tmp_path: Path) -> None:
-    replies: list[EngineReply] = []
+    replies: list[s.EngineReply] = []
     EngineThread(spec(str(tmp_path / "nothing")), replies.append).run()
     assert len(replies) == 1
-    assert isinstance(replies[0], EngineFatal)
+    assert isinstance(replies[0], s.EngineFatal)
     assert "config.json" in replies[0].error
 
 
 def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
-    replies: Queue[EngineReply] = Queue()
+    replies: Queue[s.EngineReply] = Queue()
     loop = EngineThread(spec(path), replies.put)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    assert isinstance(replies.get(timeout=60), Ready)
+    assert isinstance(replies.get(timeout=60), s.Ready)
     for name in ("a", "b"):
-        loop.post(Add(request=request(name, PROMPTS[0], max_tokens=3)))
+        loop.post(s.Add(request=request(name, PROMPTS[0], max_tokens=3)))
         answer = replies.get(timeout=60)
-        assert isinstance(answer, Generated)
+        assert isinstance(answer, s.Generated)
         assert answer.result.id == name
-    loop.post(Shutdown())
+    loop.post(s.Shutdown())
     thread.join(60)
     assert not thread.is_alive()
 
 
 def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
     """With the step that is under way, and its seconds; nothing while there is none."""
-    replies, clock = Queue[EngineReply](), Seconds()
+    replies, clock = Queue[s.EngineReply](), Seconds()
     in_step, go_on = threading.Event(), threading.Event()
 
     def watch(work: StepWork, seconds: float) -> None:
@@ -649,19 +629,19 @@ def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
     engine = EngineThread(spec(path), replies.put, watch=watch, clock=clock)
     thread = threading.Thread(target=engine.run)
     thread.start()
-    assert isinstance(replies.get(timeout=60), Ready)
-    engine.post(Add(request=request("a", PROMPTS[0], max_tokens=2)))
+    assert isinstance(replies.get(timeout=60), s.Ready)
+    engine.post(s.Add(request=request("a", PROMPTS[0], max_tokens=2)))
     assert in_step.wait(60)
     clock.now += 7.0
-    engine.post(Beat())
+    engine.post(s.Beat())
     beating = replies.get(timeout=60)
-    assert isinstance(beating, Beating)
+    assert isinstance(beating, s.Beating)
     count = len(PROMPTS[0])
     assert beating.doing == f"a step of 0 sequences and {count} prompt tokens"
     assert beating.for_s >= 7.0
     go_on.set()
-    assert isinstance(replies.get(timeout=60), Generated)
-    engine.post(Shutdown())
+    assert isinstance(replies.get(timeout=60), s.Generated)
+    engine.post(s.Shutdown())
     thread.join(60)
 
 
@@ -685,7 +665,7 @@ def test_deterministic_results_do_not_depend_on_the_batch(
     ):
         requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
         requests += [request(f"n{i}", [i + 3] * (i + 1), seed=i, max_tokens=9) for i in range(9)]
-        outcome = drive(spec(path, **(engine | changes)), requests, at={9: [Abort(id="n3")]})
+        outcome = drive(spec(path, **(engine | changes)), requests, at={9: [s.Abort(id="n3")]})
         for i, prompt in enumerate(PROMPTS):
             result = outcome.results[str(i)]
             assert (result.tokens, result.logprobs) == (reference[i].tokens, reference[i].logprobs)

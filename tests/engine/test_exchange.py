@@ -20,16 +20,8 @@ import xxhash
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.exchange import MAX_EXPORTS
 from rollweave.engine.transfer import REQUEST
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
-from rollweave.schema.serving import (
-    EngineSpec,
-    FinishReason,
-    GenerateResult,
-    KvManifest,
-    KvMemory,
-    KvPort,
-    KvTransport,
-)
 from rollweave.weights.memory import seal
 from rollweave.weights.publication import Publisher
 from tests.support.engines import engine_in_thread
@@ -42,7 +34,7 @@ PROMPT = [(5 * i + 3) % 91 for i in range(43)]
 OBSERVATIONS = ([7, 8, 9], [11] * 13, [4, 2])
 GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 3}
 NUMBERS = itertools.count()
-OVER: tuple[KvTransport, ...] = ("shm", "tcp")
+OVER: tuple[s.KvTransport, ...] = ("shm", "tcp")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +78,7 @@ async def start(path: str) -> AsyncIterator[Start]:
     before = threads_alive()
 
     async def begin(**changes: Any) -> EngineClient:
-        of: EngineSpec = spec(**({"model": path} | changes))
+        of: s.EngineSpec = spec(**({"model": path} | changes))
         clients.append(engine_in_thread(of, name=f"e{len(clients)}"))
         await clients[-1].ready()
         return clients[-1]
@@ -103,7 +95,7 @@ async def start(path: str) -> AsyncIterator[Start]:
 
 
 async def move(
-    source: EngineClient, target: EngineClient, tokens: Sequence[int], over: KvTransport
+    source: EngineClient, target: EngineClient, tokens: Sequence[int], over: s.KvTransport
 ) -> int:
     manifest = await source.export_kv(tokens, over)
     moved = await target.import_kv(tokens, manifest)
@@ -112,13 +104,13 @@ async def move(
 
 
 async def converse(
-    turns: Sequence[EngineClient], *, over: KvTransport | None, **sampling: Any
-) -> list[GenerateResult]:
+    turns: Sequence[EngineClient], *, over: s.KvTransport | None, **sampling: Any
+) -> list[s.GenerateResult]:
     """A trajectory whose n-th turn is on `turns[n]`; its KV moves there in the tool
     interval (`over` None: it does not).
     """
     context, context_tokens = list(PROMPT), 0
-    results: list[GenerateResult] = []
+    results: list[s.GenerateResult] = []
     for number, engine in enumerate(turns):
         if over is not None and number and engine is not turns[number - 1]:
             moved = await move(turns[number - 1], engine, context[:context_tokens], over)
@@ -133,7 +125,7 @@ async def converse(
     return results
 
 
-def assert_same(results: Sequence[GenerateResult], expected: Sequence[GenerateResult]) -> None:
+def assert_same(results: Sequence[s.GenerateResult], expected: Sequence[s.GenerateResult]) -> None:
     for one, other in zip(results, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -165,7 +157,7 @@ async def test_migration_does_not_affect_requests_of_either_engine(start: Start)
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 async def test_migrated_trajectory_equals_one_that_stays(
-    start: Start, over: KvTransport, sampling: dict[str, Any]
+    start: Start, over: s.KvTransport, sampling: dict[str, Any]
 ) -> None:
     reference, a, b = await start(), await start(), await start()
     stayed = await converse([reference] * 5, over=None, **sampling)
@@ -184,7 +176,7 @@ async def test_migrated_trajectory_equals_one_that_stays(
 # What is not moved.
 
 
-async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> KvManifest:
+async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> s.KvManifest:
     """An export over TCP whose chunks are single blocks, so that not all of it need be
     fetched.
     """
@@ -211,7 +203,7 @@ async def test_cached_chunks_are_not_fetched(start: Start) -> None:
     ]  # 43 tokens are 5 blocks
     again = await target.export_kv(context, "shm")
     assert memory_of(again) == memory_of(await source.export_kv(context, "shm"))
-    nothing = msgspec.structs.replace(manifest, where=KvMemory(path="/nowhere"))
+    nothing = msgspec.structs.replace(manifest, where=s.KvMemory(path="/nowhere"))
     assert await target.import_kv(context, nothing) == 48
 
 
@@ -249,30 +241,30 @@ async def test_uncached_context_is_not_exported(start: Start) -> None:
 # What does not fit.
 
 
-def block_nbytes(manifest: KvManifest) -> int:
+def block_nbytes(manifest: s.KvManifest) -> int:
     return manifest.nbytes * manifest.block_tokens // manifest.tokens
 
 
-def block_digests(manifest: KvManifest, payload: bytes) -> tuple[int, ...]:
+def block_digests(manifest: s.KvManifest, payload: bytes) -> tuple[int, ...]:
     size = block_nbytes(manifest)
     return tuple(
         xxhash.xxh3_64_intdigest(payload[at : at + size]) for at in range(0, len(payload), size)
     )
 
 
-def memory_of(manifest: KvManifest) -> bytes:
-    assert isinstance(manifest.where, KvMemory)
+def memory_of(manifest: s.KvManifest) -> bytes:
+    assert isinstance(manifest.where, s.KvMemory)
     return Path(manifest.where.path).read_bytes()
 
 
 async def fetched(
-    manifest: KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None
+    manifest: s.KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None
 ) -> bytes:
     """Return the bytes that the source sends to a client with the manifest's secret (or
     another).
     """
     port = manifest.where
-    assert isinstance(port, KvPort)
+    assert isinstance(port, s.KvPort)
     reader, writer = await asyncio.open_connection(port.host, port.port)
     writer.write(
         REQUEST.pack(secret or port.secret, start, manifest.nbytes if length is None else length)
@@ -284,12 +276,12 @@ async def fetched(
 
 
 async def relay(
-    manifest: KvManifest,
+    manifest: s.KvManifest,
     alter: Callable[[bytes], Sequence[bytes]],
     *,
     requested_ranges: list[tuple[int, int]] | None = None,
     then: Callable[[], Awaitable[object]] | None = None,
-) -> KvPort:
+) -> s.KvPort:
     """A port that gives what the source gives, in pieces and as `alter` leaves it;
     before the last piece it awaits `then`.
     """
@@ -309,10 +301,10 @@ async def relay(
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    return KvPort(host="127.0.0.1", port=server.sockets[0].getsockname()[1], secret=bytes(32))
+    return s.KvPort(host="127.0.0.1", port=server.sockets[0].getsockname()[1], secret=bytes(32))
 
 
-async def exported(engine: EngineClient, over: KvTransport = "shm") -> KvManifest:
+async def exported(engine: EngineClient, over: s.KvTransport = "shm") -> s.KvManifest:
     """The manifest of PROMPT's five blocks."""
     await engine.generate(request("p", PROMPT, max_tokens=1))
     return await engine.export_kv(PROMPT, over)
@@ -337,7 +329,7 @@ async def assert_untouched(engine: EngineClient) -> None:
     result.
     """
     result = await engine.generate(request("check", PROMPT, seed=2, max_tokens=6))
-    assert (result.cached_tokens, result.finish) == (0, FinishReason.LENGTH)
+    assert (result.cached_tokens, result.finish) == (0, s.FinishReason.LENGTH)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -360,9 +352,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chunk_blocks": 2}, "5 blocks in chunks of 2 do not have 1 digests"),
     ({"digests": ()}, "do not have 0 digests"),
     ({"digests": (1,)}, "differs from what was exported"),
-    ({"where": KvMemory(path="/proc/1/fd/99")}, "cannot open, the publisher is gone"),
-    ({"where": KvMemory(path="/dev/zero")}, "not a payload"),
-    ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
+    ({"where": s.KvMemory(path="/proc/1/fd/99")}, "cannot open, the publisher is gone"),
+    ({"where": s.KvMemory(path="/dev/zero")}, "not a payload"),
+    ({"where": s.KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
 ]
 
 
@@ -404,12 +396,12 @@ async def test_a_model_of_the_same_shape_and_other_weights_is_another(
 
 
 @contextmanager
-def elsewhere(manifest: KvManifest, content: bytes) -> Iterator[KvManifest]:
+def elsewhere(manifest: s.KvManifest, content: bytes) -> Iterator[s.KvManifest]:
     """The manifest with this content in other memory."""
     fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.write(fd, content)
     seal(fd)
-    yield msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}"))
+    yield msgspec.structs.replace(manifest, where=s.KvMemory(path=f"/proc/self/fd/{fd}"))
     os.close(fd)
 
 
@@ -466,7 +458,7 @@ async def test_payload_in_small_pieces_is_complete(start: Start) -> None:
 
 async def test_export_is_immutable(start: Start) -> None:
     manifest = await exported(await start())
-    assert isinstance(manifest.where, KvMemory)
+    assert isinstance(manifest.where, s.KvMemory)
     fd = os.open(manifest.where.path, os.O_RDWR)
     try:
         for change in (
@@ -497,7 +489,7 @@ async def test_secret_is_required_and_valid_once(
     engine = await start()
     manifest = await exported(engine, "tcp")
     port = manifest.where
-    assert isinstance(port, KvPort)
+    assert isinstance(port, s.KvPort)
     assert port.host == "127.0.0.1"
     assert await fetched(manifest, secret=bytes(32)) == b""
     assert await fetched(manifest, start=1) == b""  # beyond the end; and now the secret is used up
@@ -518,7 +510,7 @@ async def test_silent_connections_do_not_block_others(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source, "tcp")
     port = manifest.where
-    assert isinstance(port, KvPort)
+    assert isinstance(port, s.KvPort)
     silent = [await asyncio.open_connection(port.host, port.port) for _ in range(5)]
     silent[0][1].write(b"short")
     silent[1][1].write(b"too long" * 1000)
@@ -545,7 +537,9 @@ async def test_source_that_never_finishes_does_not_block_the_target(
     )
     await stuck.wait()
     # its loop continues
-    assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is FinishReason.LENGTH
+    assert (
+        await target.generate(request("x", PROMPT, max_tokens=5))
+    ).finish is s.FinishReason.LENGTH
     await target.close()
     with pytest.raises(EngineLostError):
         await importing
@@ -651,4 +645,4 @@ async def test_cancelled_export_is_freed(start: Start) -> None:
         await asyncio.sleep(0)
         export.cancel()
         await source.stats()
-    await settled(lambda: source.export_kv(PROMPT, "shm"), KvManifest)
+    await settled(lambda: source.export_kv(PROMPT, "shm"), s.KvManifest)

@@ -15,18 +15,8 @@ from hypothesis import strategies as st
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
-from rollweave.schema.serving import (
-    EngineReply,
-    EngineSpec,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvMemory,
-    KvRefused,
-    KvTransport,
-)
 from rollweave.weights.checkpoint import ModelShape
 from tests.support.properties import examples
 
@@ -63,9 +53,9 @@ class Cache:
         self.pool = PagedPool(
             SHAPE, blocks=blocks, block_tokens=SIZE, device=torch.device("cpu"), dtype=torch.float32
         )
-        self.replies: queue.Queue[EngineReply] = queue.Queue()
+        self.replies: queue.Queue[s.EngineReply] = queue.Queue()
         self.exchange = KvExchange(
-            EngineSpec(id=EngineId("e"), model="m"),
+            s.EngineSpec(id=EngineId("e"), model="m"),
             SHAPE,
             pool=self.pool,
             ledger=self.ledger,
@@ -91,15 +81,15 @@ class Cache:
             blocks.append(block)
         return blocks
 
-    def export(self, tokens: Sequence[int], over: KvTransport = "shm") -> EngineReply:
+    def export(self, tokens: Sequence[int], over: s.KvTransport = "shm") -> s.EngineReply:
         self.exchange.start_export(
-            ExportKv(id=str(random.random()), tokens=tuple(tokens), over=over)
+            s.ExportKv(id=str(random.random()), tokens=tuple(tokens), over=over)
         )
         return self.replies.get(timeout=20)
 
-    def take(self, tokens: Sequence[int], exported: KvExported) -> EngineReply:
+    def take(self, tokens: Sequence[int], exported: s.KvExported) -> s.EngineReply:
         self.exchange.start_import(
-            ImportKv(id="i", tokens=tuple(tokens), manifest=exported.manifest)
+            s.ImportKv(id="i", tokens=tuple(tokens), manifest=exported.manifest)
         )
         return self.replies.get(timeout=20)
 
@@ -151,7 +141,7 @@ def test_import_fills_the_available_room(
         for tokens in moved:
             source.ledger.release(source.compute(tokens))
             exported = source.export(tokens)
-            if not isinstance(exported, KvExported):
+            if not isinstance(exported, s.KvExported):
                 assert len(tokens) < SIZE
                 continue
             assert exported.manifest.tokens == len(tokens) // SIZE * SIZE
@@ -165,10 +155,10 @@ def test_import_fills_the_available_room(
             assert len(hit) == min(len(keys), len(present) + free - target.ledger.unused(present))
             assert hit[: len(present)] == present
             if hit:
-                assert isinstance(reply, KvImported)
+                assert isinstance(reply, s.KvImported)
                 assert reply.moved_tokens == len(hit) * SIZE
             else:
-                assert isinstance(reply, KvRefused)
+                assert isinstance(reply, s.KvRefused)
                 assert "no block of the cache is free" in reply.error
             assert all(
                 torch.equal(target.pool.by_block[:, block], was) for block, was in matched.items()
@@ -176,21 +166,21 @@ def test_import_fills_the_available_room(
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-def test_unreleased_export_expires(over: KvTransport) -> None:
+def test_unreleased_export_expires(over: s.KvTransport) -> None:
     tokens = list(range(8))
     source, target = Cache(8, keep_s=0.0), Cache(8)
     try:
         source.ledger.release(source.compute(tokens))
         exported = source.export(tokens, over)
-        assert isinstance(exported, KvExported)
+        assert isinstance(exported, s.KvExported)
         # its time has come, not yet its turn on the side thread
-        while isinstance(target.take(tokens, exported), KvImported):
+        while isinstance(target.take(tokens, exported), s.KvImported):
             target.ledger.retag(-1)
         reply = target.take(tokens, exported)
-        assert isinstance(reply, KvRefused)
+        assert isinstance(reply, s.KvRefused)
         where = exported.manifest.where
         assert (
-            "publisher is gone" if isinstance(where, KvMemory) else f"{where.host}:{where.port}"
+            "publisher is gone" if isinstance(where, s.KvMemory) else f"{where.host}:{where.port}"
         ) in reply.error
         assert not source.exchange._exports
     finally:

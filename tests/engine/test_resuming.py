@@ -13,24 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from rollweave.schema.serving import (
-    PROGRESS_S,
-    STREAM_S,
-    Abort,
-    Add,
-    EngineCommand,
-    FinishReason,
-    Generated,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Progress,
-    Resume,
-    Suspend,
-    Suspended,
-    TokenDelta,
-    VersionSpan,
-)
+from rollweave.schema import serving as s
 from tests.support.properties import examples
 from tests.support.tiny_models import VOCAB, Outcome, Seconds, build, drive, request, save, spec
 
@@ -55,34 +38,34 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(path: str) -> list[GenerateResult]:
+def uninterrupted(path: str) -> list[s.GenerateResult]:
     """Run each prompt's uninterrupted turn."""
     requests = [request(str(i), p, seed=i, max_tokens=MAX_TOKENS) for i, p in enumerate(PROMPTS)]
     results = drive(spec(path, deterministic=True), requests).results
     return [results[str(i)] for i in range(len(PROMPTS))]
 
 
-def cut(result: GenerateResult, count: int, **changes: Any) -> PartialOutput:
+def cut(result: s.GenerateResult, count: int, **changes: Any) -> s.PartialOutput:
     """Return the first `count` tokens."""
-    spans = (VersionSpan(start=0, end=count, version=result.versions[0].version),)
+    spans = (s.VersionSpan(start=0, end=count, version=result.versions[0].version),)
     parts: dict[str, Any] = {
         "tokens": result.tokens[:count],
         "logprobs": result.logprobs[:count],
         "versions": spans,
     }
-    return PartialOutput(**(parts | changes))
+    return s.PartialOutput(**(parts | changes))
 
 
-def resuming(original: GenerateRequest, partial: PartialOutput) -> GenerateRequest:
+def resuming(original: s.GenerateRequest, partial: s.PartialOutput) -> s.GenerateRequest:
     return msgspec.structs.replace(original, resumed=partial)
 
 
-def pieces(outcome: Outcome) -> list[TokenDelta]:
-    return [piece for progress in outcome.of(Progress) for piece in progress.pieces]
+def pieces(outcome: Outcome) -> list[s.TokenDelta]:
+    return [piece for progress in outcome.of(s.Progress) for piece in progress.pieces]
 
 
 def test_resumed_turn_is_bit_identical_wherever_it_was_cut(
-    path: str, uninterrupted: list[GenerateResult]
+    path: str, uninterrupted: list[s.GenerateResult]
 ) -> None:
     requests = [
         resuming(
@@ -95,14 +78,10 @@ def test_resumed_turn_is_bit_identical_wherever_it_was_cut(
     for i, _ in enumerate(PROMPTS):
         for count in range(1, MAX_TOKENS + 1):
             result = outcome.results[f"{i}.{count}"]
-            assert (result.tokens, result.logprobs) == (
-                uninterrupted[i].tokens,
-                uninterrupted[i].logprobs,
-            )
-            assert (result.versions, result.finish) == (
-                uninterrupted[i].versions,
-                FinishReason.LENGTH,
-            )
+            expected = (uninterrupted[i].tokens, uninterrupted[i].logprobs)
+            assert (result.tokens, result.logprobs) == expected
+            assert result.versions == uninterrupted[i].versions
+            assert result.finish == s.FinishReason.LENGTH
             assert result.resumed_tokens == count
             # of the prompt, whatever it found of the resumed part
             assert result.cached_tokens <= len(PROMPTS[i])
@@ -113,7 +92,7 @@ def test_resumed_turn_is_bit_identical_wherever_it_was_cut(
 @settings(max_examples=examples(12))
 @given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, len(PROMPTS) - 1))
 def test_chain_of_lost_engines_loses_only_unreported_tokens(
-    path: str, uninterrupted: list[GenerateResult], cuts: list[int], i: int
+    path: str, uninterrupted: list[s.GenerateResult], cuts: list[int], i: int
 ) -> None:
     """Each engine lives for a number of steps, one second each, and reports each one;
     then the next engine resumes the turn.
@@ -127,31 +106,27 @@ def test_chain_of_lost_engines_loses_only_unreported_tokens(
                 resumed_request,
                 cut(uninterrupted[i], len(tokens), tokens=tokens, logprobs=logprobs),
             )
-        at: dict[int, Sequence[EngineCommand]] = {
-            0: [Add(request=resumed_request, report_s=PROGRESS_S)],
-            life: [Abort(id="x")],
+        at: dict[int, Sequence[s.EngineCommand]] = {
+            0: [s.Add(request=resumed_request, report_s=s.PROGRESS_S)],
+            life: [s.Abort(id="x")],
         }
         outcome = drive(spec(path, deterministic=True), [], at=at, clock=Seconds())
         for piece in pieces(outcome):
             assert piece.start == len(tokens)
             tokens, logprobs = tokens + piece.tokens, logprobs + piece.logprobs
         result = outcome.results["x"]
-        if result.finish is not FinishReason.ABORTED:
-            assert (result.tokens, result.logprobs, result.versions) == (
-                uninterrupted[i].tokens,
-                uninterrupted[i].logprobs,
-                uninterrupted[i].versions,
-            )
+        if result.finish is not s.FinishReason.ABORTED:
+            assert result.tokens == uninterrupted[i].tokens
+            assert result.logprobs == uninterrupted[i].logprobs
+            assert result.versions == uninterrupted[i].versions
             return
-        assert (tokens, logprobs) == (
-            uninterrupted[i].tokens[: len(tokens)],
-            uninterrupted[i].logprobs[: len(logprobs)],
-        )
+        assert tokens == uninterrupted[i].tokens[: len(tokens)]
+        assert logprobs == uninterrupted[i].logprobs[: len(logprobs)]
     raise AssertionError("the last engine lives for long enough")
 
 
 def test_spans_continue_and_a_new_version_starts_a_span(
-    path: str, uninterrupted: list[GenerateResult]
+    path: str, uninterrupted: list[s.GenerateResult]
 ) -> None:
     results = {}
     for version in (-1, 4):
@@ -162,15 +137,13 @@ def test_spans_continue_and_a_new_version_starts_a_span(
             .results["x"]
             .versions
         )
-    assert results[-1] == (VersionSpan(start=0, end=9, version=-1),)
-    assert results[4] == (
-        VersionSpan(start=0, end=5, version=-1),
-        VersionSpan(start=5, end=9, version=4),
-    )
+    assert results[-1] == (s.VersionSpan(start=0, end=9, version=-1),)
+    expected = (s.VersionSpan(start=0, end=5, version=-1), s.VersionSpan(start=5, end=9, version=4))
+    assert results[4] == expected
 
 
 def test_resumed_tokens_that_end_the_turn_sample_nothing(
-    path: str, uninterrupted: list[GenerateResult]
+    path: str, uninterrupted: list[s.GenerateResult]
 ) -> None:
     tokens = uninterrupted[0].tokens
     stop = tokens[6]
@@ -199,16 +172,11 @@ def test_resumed_tokens_that_end_the_turn_sample_nothing(
     outcome = drive(spec(path), requests)
     assert outcome.stats[-1].steps == 0
     length, stopped = outcome.results["length"], outcome.results["stop"]
-    assert (length.finish, length.tokens, length.logprobs) == (
-        FinishReason.LENGTH,
-        tokens[:4],
-        uninterrupted[0].logprobs[:4],
-    )
-    assert (stopped.finish, stopped.tokens, stopped.generate_s) == (
-        FinishReason.STOP,
-        tokens[:first],
-        2.5,
-    )
+    expected = (s.FinishReason.LENGTH, tokens[:4], uninterrupted[0].logprobs[:4])
+    assert (length.finish, length.tokens, length.logprobs) == expected
+    assert stopped.finish == s.FinishReason.STOP
+    assert stopped.tokens == tokens[:first]
+    assert stopped.generate_s == 2.5
     for name, words in {
         "over": "must end where the turn stops",
         "long": "not be more than the 3 of the whole turn",
@@ -216,7 +184,7 @@ def test_resumed_tokens_that_end_the_turn_sample_nothing(
         "nan": "resumed.logprobs must be finite",
         "room": "not be more than the 2 of the whole turn",
     }.items():
-        assert outcome.results[name].finish is FinishReason.ERROR
+        assert outcome.results[name].finish is s.FinishReason.ERROR
         assert words in outcome.results[name].error
 
 
@@ -226,25 +194,25 @@ def test_stop_string_across_the_boundary(path: str) -> None:
     free = drive(spec(path, deterministic=True), [request("x", PROMPTS[0], **sampling)]).results[
         "x"
     ]
-    assert free.finish is FinishReason.STOP
+    assert free.finish is s.FinishReason.STOP
     assert free.tokens[-2:] == (4, 5)
     requests = [
         resuming(request(str(count), PROMPTS[0], **sampling), cut(free, count))
         for count in range(1, len(free.tokens) + 1)
     ]
     for result in drive(spec(path, deterministic=True), requests).results.values():
-        assert (result.tokens, result.finish) == (free.tokens, FinishReason.STOP)
+        assert (result.tokens, result.finish) == (free.tokens, s.FinishReason.STOP)
 
 
 def test_live_id_is_refused_even_for_an_ended_turn(
-    path: str, uninterrupted: list[GenerateResult]
+    path: str, uninterrupted: list[s.GenerateResult]
 ) -> None:
-    ended = Add(request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(uninterrupted[0], 4)))
+    ended = s.Add(
+        request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(uninterrupted[0], 4))
+    )
     outcome = drive(spec(path), [request("x", PROMPTS[0], max_tokens=9)], at={3: [ended]})
-    assert [result.finish for result in outcome.answers] == [
-        FinishReason.ERROR,
-        FinishReason.LENGTH,
-    ]
+    expected = [s.FinishReason.ERROR, s.FinishReason.LENGTH]
+    assert [result.finish for result in outcome.answers] == expected
 
 
 @pytest.mark.parametrize(
@@ -253,11 +221,11 @@ def test_live_id_is_refused_even_for_an_ended_turn(
         {"tokens": (), "logprobs": (), "versions": ()},
         {"logprobs": (-1.0,)},
         {"versions": ()},
-        {"versions": (VersionSpan(start=0, end=1, version=0),)},
+        {"versions": (s.VersionSpan(start=0, end=1, version=0),)},
         {
             "versions": (
-                VersionSpan(start=0, end=1, version=0),
-                VersionSpan(start=2, end=3, version=0),
+                s.VersionSpan(start=0, end=1, version=0),
+                s.VersionSpan(start=2, end=3, version=0),
             )
         },
         {"generate_s": float("nan")},
@@ -265,22 +233,22 @@ def test_live_id_is_refused_even_for_an_ended_turn(
 )
 def test_inconsistent_partial_output_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
-        PartialOutput(
+        s.PartialOutput(
             **(
                 {
                     "tokens": (1, 2),
                     "logprobs": (-1.0, -1.0),
-                    "versions": (VersionSpan(start=0, end=2, version=0),),
+                    "versions": (s.VersionSpan(start=0, end=2, version=0),),
                 }
                 | changes
             )
         )
     sent = json.dumps({"tokens": [1], "logprobs": [], "versions": []}).encode()
     with pytest.raises(msgspec.ValidationError, match="log-prob"):
-        msgspec.json.decode(sent, type=PartialOutput)
+        msgspec.json.decode(sent, type=s.PartialOutput)
 
 
-def test_budget_includes_the_resumed_part(path: str, uninterrupted: list[GenerateResult]) -> None:
+def test_budget_includes_the_resumed_part(path: str, uninterrupted: list[s.GenerateResult]) -> None:
     """Five of 8 seconds are used up. With one step per second, the last one starts in
     the eighth.
     """
@@ -290,41 +258,37 @@ def test_budget_includes_the_resumed_part(path: str, uninterrupted: list[Generat
     result = drive(
         spec(path), [msgspec.structs.replace(resumed_request, budget_s=8.0)], clock=Seconds()
     ).results["x"]
-    assert (result.finish, len(result.tokens), result.generate_s, result.queue_s) == (
-        FinishReason.TIME,
-        4 + 4,
-        8.0,
-        0.0,
-    )
+    expected = (s.FinishReason.TIME, 4 + 4, 8.0, 0.0)
+    assert (result.finish, len(result.tokens), result.generate_s, result.queue_s) == expected
 
 
 # Progress.
 
 
-def grown(reported: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def grown(reported: Sequence[s.TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Concatenate the deltas of one request, each of which continues the one before."""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     for piece in reported:
         assert piece.start == len(tokens)
-        assert [span.start for span in piece.versions] == [
-            piece.start,
-            *(span.end for span in piece.versions[:-1]),
-        ]
+        expected = [piece.start, *(span.end for span in piece.versions[:-1])]
+        assert [span.start for span in piece.versions] == expected
         assert piece.versions[-1].end == piece.start + len(piece.tokens)
         tokens, logprobs = tokens + piece.tokens, logprobs + piece.logprobs
     return tokens, logprobs
 
 
 def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -> None:
-    adds: list[EngineCommand] = [
-        Add(
+    adds: list[s.EngineCommand] = [
+        s.Add(
             request=request(str(i), p, seed=i, max_tokens=4 + 5 * i),
-            report_s=PROGRESS_S if i != 2 else None,
+            report_s=s.PROGRESS_S if i != 2 else None,
         )
         for i, p in enumerate(PROMPTS * 2)
     ]
-    outcome = drive(spec(path, max_slots=3), [], at={0: adds, 4: [Abort(id="3")]}, clock=Seconds())
+    outcome = drive(
+        spec(path, max_slots=3), [], at={0: adds, 4: [s.Abort(id="3")]}, clock=Seconds()
+    )
     reported = {
         str(i): [piece for piece in pieces(outcome) if piece.id == str(i)] for i in range(6)
     }
@@ -337,8 +301,8 @@ def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -
         generate = [piece.generate_s for piece in reported[str(i)]]
         assert generate == sorted(generate)
     for at, reply in enumerate(outcome.replies):
-        if isinstance(reply, Generated):
-            later = [r for r in outcome.replies[at:] if isinstance(r, Progress)]
+        if isinstance(reply, s.Generated):
+            later = [r for r in outcome.replies[at:] if isinstance(r, s.Progress)]
             assert all(
                 piece.id != reply.result.id for progress in later for piece in progress.pieces
             )
@@ -353,12 +317,14 @@ class Fifths(Seconds):
 
 def test_one_message_reports_all_requests_at_the_interval(path: str) -> None:
     """Every third step is reported, which is after half a second."""
-    adds: list[EngineCommand] = [
-        Add(request=request(str(i), p, seed=i, max_tokens=13), report_s=PROGRESS_S)
+    adds: list[s.EngineCommand] = [
+        s.Add(request=request(str(i), p, seed=i, max_tokens=13), report_s=s.PROGRESS_S)
         for i, p in enumerate(PROMPTS)
     ]
     outcome = drive(spec(path), [], at={0: adds}, clock=Fifths())
-    sizes = [[len(piece.tokens) for piece in progress.pieces] for progress in outcome.of(Progress)]
+    sizes = [
+        [len(piece.tokens) for piece in progress.pieces] for progress in outcome.of(s.Progress)
+    ]
     assert sizes == [[4, 4, 4], [3, 3, 3], [3, 3, 3]]
 
 
@@ -366,9 +332,9 @@ def test_the_most_impatient_request_sets_the_interval_while_it_lives(path: str) 
     """Every step is reported until the turn that a client reads has ended, and every
     third one from then on.
     """
-    adds: list[EngineCommand] = [
-        Add(request=request("slow", PROMPTS[0], max_tokens=13), report_s=PROGRESS_S),
-        Add(request=request("read", PROMPTS[1], max_tokens=5), report_s=STREAM_S),
+    adds: list[s.EngineCommand] = [
+        s.Add(request=request("slow", PROMPTS[0], max_tokens=13), report_s=s.PROGRESS_S),
+        s.Add(request=request("read", PROMPTS[1], max_tokens=5), report_s=s.STREAM_S),
     ]
     outcome = drive(spec(path), [], at={0: adds}, clock=Fifths())
     read, slow = (
@@ -381,8 +347,8 @@ def test_the_most_impatient_request_sets_the_interval_while_it_lives(path: str) 
 
 def test_suspension_reports_all_tokens(path: str) -> None:
     """Time stands still, so nothing is reported by the interval."""
-    add = Add(request=request("x", PROMPTS[0], max_tokens=12), report_s=PROGRESS_S)
-    at: dict[int, Sequence[EngineCommand]] = {0: [add], 5: [Suspend()], 7: [Resume()]}
+    add = s.Add(request=request("x", PROMPTS[0], max_tokens=12), report_s=s.PROGRESS_S)
+    at: dict[int, Sequence[s.EngineCommand]] = {0: [add], 5: [s.Suspend()], 7: [s.Resume()]}
 
     class Still(Seconds):
         def step(self, *_: object) -> None:
@@ -395,19 +361,22 @@ def test_suspension_reports_all_tokens(path: str) -> None:
     kinds = [
         type(reply)
         for reply in outcome.replies
-        if isinstance(reply, Progress | Suspended | Generated)
+        if isinstance(reply, s.Progress | s.Suspended | s.Generated)
     ]
-    assert kinds == [Progress, Suspended, Generated]
+    assert kinds == [s.Progress, s.Suspended, s.Generated]
 
 
 def test_resumed_tokens_are_not_reported_again(
-    path: str, uninterrupted: list[GenerateResult]
+    path: str, uninterrupted: list[s.GenerateResult]
 ) -> None:
     resumed_request = resuming(
         request("x", PROMPTS[0], max_tokens=MAX_TOKENS), cut(uninterrupted[0], 7)
     )
     outcome = drive(
-        spec(path), [], at={0: [Add(request=resumed_request, report_s=PROGRESS_S)]}, clock=Seconds()
+        spec(path),
+        [],
+        at={0: [s.Add(request=resumed_request, report_s=s.PROGRESS_S)]},
+        clock=Seconds(),
     )
     reported = pieces(outcome)
     assert reported[0].start == 7

@@ -11,50 +11,27 @@ import torch
 
 from rollweave.engine import staging
 from rollweave.engine.model import DecoderWeights
-from rollweave.schema.serving import (
-    EngineCommand,
-    Load,
-    Loaded,
-    LoadFailed,
-    Ready,
-    Rerank,
-    Resume,
-    Stage,
-    Staged,
-    StageFailed,
-    Suspend,
-    Suspended,
-)
+from rollweave.schema import serving as s
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import Publisher, read_tensors
-from tests.support.tiny_models import (
-    PROMPTS,
-    Outcome,
-    build,
-    check_versions,
-    drive,
-    publish,
-    request,
-    save,
-    spec,
-)
+from tests.support import tiny_models
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    return build("llama")
+    return tiny_models.build("llama")
 
 
 @pytest.fixture(scope="module")
 def other() -> torch.nn.Module:
-    return build("llama", seed=1)
+    return tiny_models.build("llama", seed=1)
 
 
 @pytest.fixture(scope="module")
 def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(model, tmp_path_factory.mktemp("staged") / "model")
+    return tiny_models.save(model, tmp_path_factory.mktemp("staged") / "model")
 
 
 @pytest.fixture
@@ -75,10 +52,10 @@ class Gate:
         assert self._open.wait(30.0)
         return read_tensors(manifest)
 
-    def open(self) -> EngineCommand:
+    def open(self) -> s.EngineCommand:
         """Open the gate, as a command that changes nothing."""
         self._open.set()
-        return Rerank(id="unknown", rank=0.0)
+        return s.Rerank(id="unknown", rank=0.0)
 
 
 @pytest.fixture
@@ -89,11 +66,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 def run(
     path: str,
     *,
-    at: dict[int, list[EngineCommand | Callable[[], EngineCommand]]],
-    on: dict[type, list[EngineCommand]] | None = None,
-) -> Outcome:
-    requests = [request(str(i), p, seed=i, max_tokens=60) for i, p in enumerate(PROMPTS)]
-    return drive(spec(path, prefill_chunk_tokens=32), requests, at=at, on=on)
+    at: dict[int, list[s.EngineCommand | Callable[[], s.EngineCommand]]],
+    on: dict[type, list[s.EngineCommand]] | None = None,
+) -> tiny_models.Outcome:
+    requests = [
+        tiny_models.request(str(i), p, seed=i, max_tokens=60)
+        for i, p in enumerate(tiny_models.PROMPTS)
+    ]
+    return tiny_models.drive(
+        tiny_models.spec(path, prefill_chunk_tokens=32), requests, at=at, on=on
+    )
 
 
 def copies() -> int:
@@ -101,28 +83,28 @@ def copies() -> int:
     return sum(isinstance(each, DecoderWeights) for each in gc.get_objects())
 
 
-def order(outcome: Outcome) -> list[type]:
-    kinds = (Staged, StageFailed, Suspended, Loaded, LoadFailed)
+def order(outcome: tiny_models.Outcome) -> list[type]:
+    kinds = (s.Staged, s.StageFailed, s.Suspended, s.Loaded, s.LoadFailed)
     return [type(reply) for reply in outcome.replies if isinstance(reply, kinds)]
 
 
 def test_tokens_before_the_swap_are_of_the_old_weights(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, gate: Gate
 ) -> None:
-    manifest = publish(publisher, other, version=3)
+    manifest = tiny_models.publish(publisher, other, version=3)
     before = copies()
     outcome = run(
         path,
-        at={4: [Stage(manifest=manifest)], 20: [gate.open]},
-        on={Staged: [Suspend(), Load(manifest=manifest), Resume()]},
+        at={4: [s.Stage(manifest=manifest)], 20: [gate.open]},
+        on={s.Staged: [s.Suspend(), s.Load(manifest=manifest), s.Resume()]},
     )
-    assert order(outcome) == [Staged, Suspended, Loaded]
-    assert outcome.of(Ready)[0].stages
-    for i, prompt in enumerate(PROMPTS):
+    assert order(outcome) == [s.Staged, s.Suspended, s.Loaded]
+    assert outcome.of(s.Ready)[0].stages
+    for i, prompt in enumerate(tiny_models.PROMPTS):
         result = outcome.results[str(i)]
         assert result.versions[0].version == -1
         assert len(result.versions) == 1 or result.versions[1].start >= 15, "it did not wait"
-        check_versions(prompt, result, {-1: model, 3: other})
+        tiny_models.check_versions(prompt, result, {-1: model, 3: other})
     assert outcome.stats[-1].version == 3
     assert copies() <= before, "the memory is given back"
 
@@ -130,15 +112,15 @@ def test_tokens_before_the_swap_are_of_the_old_weights(
 def test_a_load_waits_for_what_is_being_received(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, gate: Gate
 ) -> None:
-    manifest = publish(publisher, other, version=3)
-    held: dict[int, list[EngineCommand | Callable[[], EngineCommand]]] = {
-        4: [Stage(manifest=manifest), Suspend(), Load(manifest=manifest)],
+    manifest = tiny_models.publish(publisher, other, version=3)
+    held: dict[int, list[s.EngineCommand | Callable[[], s.EngineCommand]]] = {
+        4: [s.Stage(manifest=manifest), s.Suspend(), s.Load(manifest=manifest)],
         9: [gate.open],
     }
-    outcome = run(path, at=held, on={Loaded: [Resume()]})
-    assert order(outcome) == [Suspended, Staged, Loaded]
-    for i, prompt in enumerate(PROMPTS):
-        check_versions(prompt, outcome.results[str(i)], {-1: model, 3: other})
+    outcome = run(path, at=held, on={s.Loaded: [s.Resume()]})
+    assert order(outcome) == [s.Suspended, s.Staged, s.Loaded]
+    for i, prompt in enumerate(tiny_models.PROMPTS):
+        tiny_models.check_versions(prompt, outcome.results[str(i)], {-1: model, 3: other})
 
 
 @pytest.mark.parametrize("damage", ["digest", "shape", "room", "gone"])
@@ -150,7 +132,7 @@ def test_what_cannot_be_staged_changes_nothing(
     damage: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    good = publish(publisher, other, version=3)
+    good = tiny_models.publish(publisher, other, version=3)
     bad = good
     if damage == "digest":
         bad = msgspec.structs.replace(good, digest="0" * 32)
@@ -165,42 +147,42 @@ def test_what_cannot_be_staged_changes_nothing(
         monkeypatch.setattr(staging, "available_bytes", lambda: 0)
     outcome = run(
         path,
-        at={4: [Stage(manifest=bad)]},
-        on={StageFailed: [Load(manifest=bad)]},
+        at={4: [s.Stage(manifest=bad)]},
+        on={s.StageFailed: [s.Load(manifest=bad)]},
     )
     loads = damage == "room"  # over the weights in use
-    assert order(outcome) == [StageFailed, Loaded if loads else LoadFailed]
-    assert outcome.of(Ready)[0].stages is not loads
-    for i, prompt in enumerate(PROMPTS):
-        check_versions(prompt, outcome.results[str(i)], {-1: model, 3: other})
+    assert order(outcome) == [s.StageFailed, s.Loaded if loads else s.LoadFailed]
+    assert outcome.of(s.Ready)[0].stages is not loads
+    for i, prompt in enumerate(tiny_models.PROMPTS):
+        tiny_models.check_versions(prompt, outcome.results[str(i)], {-1: model, 3: other})
     assert outcome.stats[-1].version == (3 if loads else -1)
 
 
 def test_a_newer_version_takes_the_place_of_one_that_is_received(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, gate: Gate
 ) -> None:
-    first = publish(publisher, model, version=1)
-    second = publish(publisher, other, version=2)
+    first = tiny_models.publish(publisher, model, version=1)
+    second = tiny_models.publish(publisher, other, version=2)
     outcome = run(
         path,
-        at={4: [Stage(manifest=first)], 5: [Stage(manifest=second)], 8: [gate.open]},
-        on={Staged: [Load(manifest=second)]},
+        at={4: [s.Stage(manifest=first)], 5: [s.Stage(manifest=second)], 8: [gate.open]},
+        on={s.Staged: [s.Load(manifest=second)]},
     )
-    assert order(outcome) == [StageFailed, Staged, Loaded]
-    assert (outcome.of(StageFailed)[0].version, outcome.of(Staged)[0].version) == (1, 2)
+    assert order(outcome) == [s.StageFailed, s.Staged, s.Loaded]
+    assert (outcome.of(s.StageFailed)[0].version, outcome.of(s.Staged)[0].version) == (1, 2)
 
 
 @pytest.mark.extended
 def test_an_older_staged_version_is_dropped_by_a_newer_load(
     other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
-    first = publish(publisher, other, version=1)
-    second = publish(publisher, other, version=2)
+    first = tiny_models.publish(publisher, other, version=1)
+    second = tiny_models.publish(publisher, other, version=2)
     before = copies()
     outcome = run(
         path,
-        at={4: [Stage(manifest=first)]},
-        on={Staged: [Load(manifest=second)]},
+        at={4: [s.Stage(manifest=first)]},
+        on={s.Staged: [s.Load(manifest=second)]},
     )
-    assert order(outcome) == [Staged, Loaded]
+    assert order(outcome) == [s.Staged, s.Loaded]
     assert copies() <= before

@@ -86,11 +86,9 @@ async def test_numbers_of_numpy_and_lists_pass_as_ours() -> None:
     env = guarded("Echo")
     await env.reset(TASK)
     step = await env.step("numpy")
-    assert (step, type(step.reward), type(step.done)) == (
-        Step.of("np", reward=0.5, done=True),
-        float,
-        bool,
-    )
+    assert step == Step.of("np", reward=0.5, done=True)
+    assert type(step.reward) is float
+    assert type(step.done) is bool
     assert isinstance((await env.step("list")).messages, tuple)
 
 

@@ -78,11 +78,8 @@ def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) ->
         tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:slow_reward"
     )
     env = Jsonl(path=path, held_out=held_out, reward=f"{__name__}:slow_reward", prompt="ask")
-    assert [message.content for message in env.reset(draw(of, "data", 0)).messages] == [
-        "a",
-        "b",
-        "c",
-    ]
+    expected = ["a", "b", "c"]
+    assert [message.content for message in env.reset(draw(of, "data", 0)).messages] == expected
     for index in (0, FINAL_TASKS_FROM):
         assert env.reset(draw(of, "data", index, Purpose.EVAL)).messages[0].content == "other"
     assert score(of, draw(of, "data"), "12345") == Score(reward=0.5, success=False)
@@ -194,10 +191,8 @@ def test_files_that_the_page_converts_are_read(
         }
         messages = [messages for _, messages in Jsonl.prompts(options)]
         hi = Message(role="user", content="hi")
-        assert messages == [
-            (hi,),
-            (hi, CALLED, Message(role="tool", content="3", tool_call_id="c")),
-        ]
+        expected = [(hi,), (hi, CALLED, Message(role="tool", content="3", tool_call_id="c"))]
+        assert messages == expected
         assert Jsonl.score(
             episode(new_task(file=f"{number}.jsonl", row=1), r"\boxed{5}"), options
         ).success

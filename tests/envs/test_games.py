@@ -47,10 +47,8 @@ def test_lake_describes_the_map() -> None:
         == content(bump.messages)
         == " at=a1 left=wall down=seen right=ice up=wall"
     )
-    assert (bad.reward, content(bad.messages)) == (
-        -0.1,
-        " invalid at=a1 left=wall down=seen right=ice up=wall",
-    )
+    expected = (-0.1, " invalid at=a1 left=wall down=seen right=ice up=wall")
+    assert (bad.reward, content(bad.messages)) == expected
     assert up.state_key == bump.state_key == bad.state_key != first.state_key
 
 

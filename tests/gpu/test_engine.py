@@ -67,10 +67,8 @@ def test_deterministic_results_do_not_depend_on_the_batch(path: str, device: str
     together = drive(of, requests).results
     for each in requests:
         alone = drive(of, [each]).results[each.id]
-        assert (alone.tokens, alone.logprobs) == (
-            together[each.id].tokens,
-            together[each.id].logprobs,
-        )
+        expected = (together[each.id].tokens, together[each.id].logprobs)
+        assert (alone.tokens, alone.logprobs) == expected
 
 
 def test_a_device_that_is_not_there_is_refused(path: str) -> None:

@@ -7,18 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollweave.schema import training
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import CUDA_BYTES
-from rollweave.schema.training import (
-    Publish,
-    Published,
-    Restore,
-    Restored,
-    Save,
-    Saved,
-    Trained,
-    TrainOn,
-)
 from rollweave.schema.work import Batch
 from rollweave.train.needs import rank_needs
 from rollweave.train.trainer import Trainer
@@ -41,14 +32,14 @@ def config(device: str, dtype: str = "float32", **trainer: int) -> RunConfig:
 
 
 def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
-    reply = trainer.handle(TrainOn(batch=batch))
-    assert isinstance(reply, Trained), reply
+    reply = trainer.handle(training.TrainOn(batch=batch))
+    assert isinstance(reply, training.Trained), reply
     return reply.metrics.values
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=trainer.step, publication_id=trainer.step))
-    assert isinstance(reply, Published), reply
+    reply = trainer.handle(training.Publish(version=trainer.step, publication_id=trainer.step))
+    assert isinstance(reply, training.Published), reply
     return {name: tensor.clone().float() for name, tensor in read_tensors(reply.manifest).items()}
 
 
@@ -86,10 +77,12 @@ def test_a_restored_trainer_continues_as_the_first(
 ) -> None:
     first = Trainer(config(device, epochs=2), model_dir)
     trained(first, make_batch(0))
-    reply = first.handle(Save(path=str(tmp_path / "checkpoint")))
-    assert isinstance(reply, Saved), reply
+    reply = first.handle(training.Save(path=str(tmp_path / "checkpoint")))
+    assert isinstance(reply, training.Saved), reply
     second = Trainer(config(device, epochs=2), model_dir)
-    assert isinstance(second.handle(Restore(path=str(tmp_path / "checkpoint"))), Restored)
+    assert isinstance(
+        second.handle(training.Restore(path=str(tmp_path / "checkpoint"))), training.Restored
+    )
     batch = make_batch(1, step=1)
     values, expected = trained(second, batch), trained(first, batch)
     assert values["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)

@@ -168,8 +168,5 @@ def test_a_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (snapshot / name).symlink_to(f"../../blobs/{name}")
     assert ChatCodec.from_directory(snapshot).stop_token_ids
-    assert {str(name) for name in tokenizer_files(snapshot)} == {
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    expected = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    assert {str(name) for name in tokenizer_files(snapshot)} == expected

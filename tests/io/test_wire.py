@@ -13,42 +13,34 @@ from hypothesis import strategies as st
 
 from rollweave.io.framing import FramedSocket
 from rollweave.io.wire import CODE_BYTES, LENGTH, FrameDecoder, Seal, decoder_of, encode, frame
+from rollweave.schema import serving as s
 from rollweave.schema.errors import WireError
-from rollweave.schema.serving import (
-    Abort,
-    Add,
-    EngineCommand,
-    GenerateRequest,
-    Rerank,
-    Resume,
-    Suspend,
-)
 from tests.support.properties import examples
 
 commands = st.one_of(
-    st.just(Suspend()),
-    st.just(Resume()),
-    st.builds(Abort, id=st.text(max_size=20)),
-    st.builds(Rerank, id=st.text(max_size=5), rank=st.floats(allow_nan=False)),
+    st.just(s.Suspend()),
+    st.just(s.Resume()),
+    st.builds(s.Abort, id=st.text(max_size=20)),
+    st.builds(s.Rerank, id=st.text(max_size=5), rank=st.floats(allow_nan=False)),
     st.lists(st.integers(0, 2**31), max_size=50).map(
-        lambda tokens: Add(request=GenerateRequest(id="r", tokens=tuple(tokens)))
+        lambda tokens: s.Add(request=s.GenerateRequest(id="r", tokens=tuple(tokens)))
     ),
 )
 
 
-def framed(nouns: list[EngineCommand]) -> bytes:
+def framed(nouns: list[s.EngineCommand]) -> bytes:
     return b"".join(b"".join(frame(encode(noun))) for noun in nouns)
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(commands, max_size=8), st.data())
 def test_any_split_delivers_the_same_structs(
-    sent: list[EngineCommand], data: st.DataObject
+    sent: list[s.EngineCommand], data: st.DataObject
 ) -> None:
     stream = framed(sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
-    frames, decode = FrameDecoder(), decoder_of(EngineCommand)
-    received: list[EngineCommand] = []
+    frames, decode = FrameDecoder(), decoder_of(s.EngineCommand)
+    received: list[s.EngineCommand] = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         received += map(decode, frames.feed(stream[start:end]))
     assert received == sent
@@ -80,20 +72,20 @@ def test_frames_before_a_bad_length_are_still_delivered() -> None:
 @settings(max_examples=examples(100))
 @given(st.binary(max_size=60))
 def test_invalid_bytes_raise_only_wire_errors(garbage: bytes) -> None:
-    frames, decode = FrameDecoder(limit=1000), decoder_of(EngineCommand)
+    frames, decode = FrameDecoder(limit=1000), decoder_of(s.EngineCommand)
     try:
         nouns = [decode(payload) for payload in frames.feed(garbage)]
     except WireError:
         return
-    assert all(isinstance(noun, EngineCommand) for noun in nouns)
+    assert all(isinstance(noun, s.EngineCommand) for noun in nouns)
 
 
 def test_refuses_a_struct_of_another_union() -> None:
-    decode = decoder_of(Abort)
+    decode = decoder_of(s.Abort)
     with pytest.raises(WireError, match="Invalid value"):
-        decode(encode(Suspend()))
+        decode(encode(s.Suspend()))
     with pytest.raises(WireError, match="truncated"):
-        decode(encode(Abort(id="abc"))[:-1])
+        decode(encode(s.Abort(id="abc"))[:-1])
     with pytest.raises(WireError, match="unknown field"):
         decode(encode({"type": "Abort", "id": "abc", "extra": 1}))
 

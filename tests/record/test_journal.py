@@ -17,38 +17,27 @@ from rollweave.core.core import Core
 from rollweave.io.disk import NEW_SUFFIX
 from rollweave.record.journal import JOURNAL, RECORD, JournalReader, Replay, RunJournal, digest
 from rollweave.record.record_file import HEAD, HEADER
+from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, packed
 from rollweave.schema.commands import ResumeEngine, SetTimer
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
-from rollweave.schema.events import (
-    EngineJoined,
-    EngineLost,
-    EngineSlot,
-    EngineSuspended,
-    Event,
-    RunStarted,
-    StopRequested,
-    TimerFired,
-    TrainerReady,
-    WeightsPublished,
-)
 from tests.support.properties import examples
 from tests.support.variants import mostly_extended
 
-Records = list[tuple[float, Event]]
+Records = list[tuple[float, e.Event]]
 
 COMMANDS = [SetTimer(at=1.0)]
 """Commands whose digest ends in no zero, as space that was never written does."""
 
 events = st.one_of(
-    st.just(TimerFired()),
-    st.just(StopRequested()),
+    st.just(e.TimerFired()),
+    st.just(e.StopRequested()),
     st.builds(
-        EngineSuspended, engine_id=st.text(max_size=4).map(EngineId), epoch=st.integers(0, 9)
+        e.EngineSuspended, engine_id=st.text(max_size=4).map(EngineId), epoch=st.integers(0, 9)
     ),
     st.builds(
-        EngineLost, engine_id=st.just(EngineId("e")), epoch=st.just(1), error=st.text(max_size=30)
+        e.EngineLost, engine_id=st.just(EngineId("e")), epoch=st.just(1), error=st.text(max_size=30)
     ),
 )
 journals = st.lists(st.tuples(st.floats(0, 1e6), events), min_size=1, max_size=4)
@@ -74,9 +63,9 @@ def read(path: Path) -> Records:
 
 
 SAMPLE: Records = [
-    (0.5, TimerFired()),
-    (1.25, EngineLost(engine_id=EngineId("e0"), epoch=2, error="gone: é")),
-    (2.0, StopRequested()),
+    (0.5, e.TimerFired()),
+    (1.25, e.EngineLost(engine_id=EngineId("e0"), epoch=2, error="gone: é")),
+    (2.0, e.StopRequested()),
 ]
 
 
@@ -109,8 +98,8 @@ def test_journal_cut_at_any_byte_opens_as_its_complete_records(
             assert JournalReader(path).snapshot() == (snapshot if cut >= begin else None)
             with RunJournal(path) as writer:
                 assert writer.size == (ends[complete] if cut >= begin else HEADER.size)
-                writer.append(9.0, StopRequested(), COMMANDS)
-            assert read(path) == [*SAMPLE[:complete], (9.0, StopRequested())]
+                writer.append(9.0, e.StopRequested(), COMMANDS)
+            assert read(path) == [*SAMPLE[:complete], (9.0, e.StopRequested())]
 
 
 def test_flipped_byte_is_reported_with_a_remedy(tmp_path: Path) -> None:
@@ -185,13 +174,13 @@ def test_rotate_starts_from_the_snapshot_under_the_same_name(tmp_path: Path) -> 
         for now, event in SAMPLE:
             writer.append(now, event, COMMANDS)
         writer.rotate(b"first")
-        writer.append(3.0, TimerFired(), COMMANDS)
+        writer.append(3.0, e.TimerFired(), COMMANDS)
         writer.rotate(b"second")
-        writer.append(4.0, StopRequested(), COMMANDS)
+        writer.append(4.0, e.StopRequested(), COMMANDS)
         writer.sync()
         assert writer.size == path.stat().st_size
     assert JournalReader(path).snapshot() == b"second"
-    assert read(path) == [(4.0, StopRequested())]
+    assert read(path) == [(4.0, e.StopRequested())]
     assert os.listdir(tmp_path) == ["journal.bin"]
 
 
@@ -235,12 +224,12 @@ CONFIG = RunConfig.model_validate(
         "rollout": {"groups_per_step": 2},
     }
 )
-EVENTS: list[Event] = [
-    RunStarted(engines=(EngineSlot(id=EngineId("e0")),)),
-    EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=4, kv_total_tokens=100),
-    TrainerReady(epoch=0, step=0),
-    TimerFired(),
-    WeightsPublished(epoch=0, version=0, publication_id=0),
+EVENTS: list[e.Event] = [
+    e.RunStarted(engines=(e.EngineSlot(id=EngineId("e0")),)),
+    e.EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=4, kv_total_tokens=100),
+    e.TrainerReady(epoch=0, step=0),
+    e.TimerFired(),
+    e.WeightsPublished(epoch=0, version=0, publication_id=0),
 ]
 
 

@@ -9,19 +9,9 @@ from hypothesis import strategies as st
 
 from rollweave.record.record_file import HEADER
 from rollweave.record.store import Ended, Scored, StoreError, TrajectoryReader, TrajectoryStore
+from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError
-from rollweave.schema.work import (
-    BLAME_OF,
-    Purpose,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    TokenSequence,
-    Trajectory,
-    TurnSpan,
-)
 from tests.support.properties import examples
 from tests.support.variants import mostly_extended
 
@@ -30,34 +20,36 @@ def ended(
     name: str,
     attempt: int = 0,
     tokens: tuple[int, ...] = (1, 2, 3),
-    reason: StopReason = StopReason.FINISHED,
+    reason: work.StopReason = work.StopReason.FINISHED,
 ) -> Ended:
     half = len(tokens) // 2 or 1
-    segments = [Segment(start=0, end=half, kind=SegmentKind.PROMPT)]
+    segments = [work.Segment(start=0, end=half, kind=work.SegmentKind.PROMPT)]
     if len(tokens) > half:
-        segments.append(Segment(start=half, end=len(tokens), kind=SegmentKind.OUTPUT, version=4))
-    sequence = TokenSequence(
+        segments.append(
+            work.Segment(start=half, end=len(tokens), kind=work.SegmentKind.OUTPUT, version=4)
+        )
+    sequence = work.TokenSequence(
         tokens=tokens,
         segments=tuple(segments),
         logprobs=tuple(-0.5 if index >= half else 0.0 for index in range(len(tokens))),
-        turns=(TurnSpan(start=half, end=len(tokens), reward=0.25, state_key="a1"),),
+        turns=(work.TurnSpan(start=half, end=len(tokens), reward=0.25, state_key="a1"),),
     )
-    trajectory = Trajectory(
+    trajectory = work.Trajectory(
         id=TrajectoryId(name),
         group_id=GroupId("g0"),
-        task=Task(id=TaskId("t0"), env="lake", seed=3),
+        task=work.Task(id=TaskId("t0"), env="lake", seed=3),
         attempt=attempt,
         initiated_version=4,
         sequences=(sequence,),
         reward=None,
         stop_reason=reason,
-        blame=BLAME_OF[reason],
+        blame=work.BLAME_OF[reason],
     )
-    return Ended(at=1.5, purpose=Purpose.TRAIN, member=0, trajectory=trajectory)
+    return Ended(at=1.5, purpose=work.Purpose.TRAIN, member=0, trajectory=trajectory)
 
 
 def scored(name: str, attempt: int = 0, reward: float | None = 1.0) -> Scored:
-    reason = StopReason.FINISHED if reward is not None else StopReason.REWARD_ERROR
+    reason = work.StopReason.FINISHED if reward is not None else work.StopReason.REWARD_ERROR
     return Scored(
         at=2.5,
         trajectory_id=TrajectoryId(name),
@@ -65,7 +57,7 @@ def scored(name: str, attempt: int = 0, reward: float | None = 1.0) -> Scored:
         reward=reward,
         success=None if reward is None else reward > 0,
         stop_reason=reason,
-        blame=BLAME_OF[reason],
+        blame=work.BLAME_OF[reason],
         eval_s=0.125,
         error="" if reward is not None else "raised",
     )
@@ -79,11 +71,8 @@ def test_appended_attempts_are_read_with_their_scores(tmp_path: Path) -> None:
         assert store.scored_attempt(TrajectoryId("g0.0")) is None
         store.score(scored("g0.0", reward=0.5))
         (trajectory,) = store.get([TrajectoryId("g0.0")])
-        assert (trajectory.reward, trajectory.success, trajectory.timing.eval_s) == (
-            0.5,
-            True,
-            0.125,
-        )
+        expected = (0.5, True, 0.125)
+        assert (trajectory.reward, trajectory.success, trajectory.timing.eval_s) == expected
         assert trajectory.sequences == record.trajectory.sequences
         assert store.scored_attempt(TrajectoryId("g0.0")) == 0
 
@@ -93,11 +82,8 @@ def test_a_failed_score_replaces_the_stop_reason(tmp_path: Path) -> None:
         store.append(ended("g0.0"))
         store.score(scored("g0.0", reward=None))
         (trajectory,) = store.get([TrajectoryId("g0.0")])
-        assert (trajectory.stop_reason, trajectory.reward, trajectory.error) == (
-            StopReason.REWARD_ERROR,
-            None,
-            "raised",
-        )
+        expected = (work.StopReason.REWARD_ERROR, None, "raised")
+        assert (trajectory.stop_reason, trajectory.reward, trajectory.error) == expected
         assert store.scored_attempt(TrajectoryId("g0.0")) is None
 
 
@@ -147,7 +133,7 @@ def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> Non
         store.append(ended("g0.0"))
         store.score(scored("g0.0", reward=None))
         store.append(ended("g0.0", attempt=1))
-        store.append(ended("g0.1", reason=StopReason.ENV_HANG))
+        store.append(ended("g0.1", reason=work.StopReason.ENV_HANG))
         store.score(scored("g0.0", attempt=1))
     assert len(list(tmp_path.glob("*.bin"))) == 5
     reader = TrajectoryReader(tmp_path)
@@ -156,7 +142,7 @@ def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> Non
         for entry in reader.entries
     ]
     assert attempts == [("g0.0", 0, None), ("g0.0", 1, 1.0), ("g0.1", 0, None)]
-    assert reader.load(reader.entries[2]).stop_reason is StopReason.ENV_HANG
+    assert reader.load(reader.entries[2]).stop_reason is work.StopReason.ENV_HANG
 
 
 def test_an_older_segment_that_ends_in_the_middle_of_a_record_is_refused(tmp_path: Path) -> None:
@@ -365,10 +351,12 @@ def test_truncation_keeps_exactly_the_complete_records(
 
 
 def test_sequences_that_were_written_before_origins_are_read() -> None:
-    sequence = TokenSequence(
-        tokens=(1,), segments=(Segment(start=0, end=1, kind=SegmentKind.PROMPT),), logprobs=(0.0,)
+    sequence = work.TokenSequence(
+        tokens=(1,),
+        segments=(work.Segment(start=0, end=1, kind=work.SegmentKind.PROMPT),),
+        logprobs=(0.0,),
     )
     written = msgspec.to_builtins(sequence)
     assert written.pop("origin") is None
     packed = msgspec.msgpack.encode(written)
-    assert msgspec.msgpack.decode(packed, type=TokenSequence) == sequence
+    assert msgspec.msgpack.decode(packed, type=work.TokenSequence) == sequence

@@ -16,10 +16,8 @@ def test_spans_have_microseconds_and_separate_lines(tmp_path: Path) -> None:
     trace.span(ENVIRONMENTS, "g0.0/0", "init", 0.0, 0.25)
     trace.close()
     spans = [event for event in events(tmp_path / "trace.json") if event["ph"] == "X"]
-    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [
-        ("train 0", 1_000_000, 500_000),
-        ("init", 0, 250_000),
-    ]
+    expected = [("train 0", 1_000_000, 500_000), ("init", 0, 250_000)]
+    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == expected
     assert spans[0]["args"] == {"groups": 4}
     assert spans[0]["pid"] != spans[1]["pid"]
 

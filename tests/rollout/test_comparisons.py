@@ -17,28 +17,18 @@ from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import Finished, Source, finished_attempt, source_of
 from rollweave.rollout.rewards import Comparisons, Rewards, check_reward, compare
+from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelComparison, CompareGroup
 from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event, GroupCompared
-from rollweave.schema.work import (
-    BLAME_OF,
-    Purpose,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    TokenSequence,
-    Trajectory,
-    Unscored,
-)
 from tests.support.judge_server import FakeServer, graded
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-TASK = Task(id=TaskId("t"), env="frozenlake", seed=1, tag="frozenlake")
+TASK = work.Task(id=TaskId("t"), env="frozenlake", seed=1, tag="frozenlake")
 
 
 @pytest.fixture
@@ -66,13 +56,13 @@ def reward(server: FakeServer, **settings: Any) -> dict[str, Any]:
     return {"name": "duel", "weight": 2.0, **asked, **settings}
 
 
-def unscored(answer: str) -> Unscored:
-    return Unscored(
+def unscored(answer: str) -> work.Unscored:
+    return work.Unscored(
         missing=("duel",),
         conversation=(Message(role="user", content="?"), Message(role="assistant", content=answer)),
         reward=0.5,
         success=True,
-        stop_reason=StopReason.FINISHED,
+        stop_reason=work.StopReason.FINISHED,
     )
 
 
@@ -119,7 +109,7 @@ async def test_an_answer_without_a_verdict_is_a_failure(
         EpisodeStopError, match=r"must end with a line Verdict: A, .* got"
     ) as raised:
         await compare(judge, finished("x"), finished("y", "g0.1"))
-    assert raised.value.reason is StopReason.REWARD_UNAVAILABLE
+    assert raised.value.reason is work.StopReason.REWARD_UNAVAILABLE
 
 
 async def test_a_dry_run_has_two_answers_compared(server: FakeServer) -> None:
@@ -185,21 +175,21 @@ class Group:
         self.spans.append(f"{lane} over")
 
     def _score(self, number: int, answer: str) -> None:
-        segment = Segment(start=0, end=1, kind=SegmentKind.OUTPUT, version=0)
+        segment = work.Segment(start=0, end=1, kind=work.SegmentKind.OUTPUT, version=0)
         name = TrajectoryId(f"g0.{number}")
-        trajectory = Trajectory(
+        trajectory = work.Trajectory(
             id=name,
             group_id=GroupId("g0"),
             task=TASK,
             attempt=0,
             initiated_version=0,
-            sequences=(TokenSequence(tokens=(1,), segments=(segment,), logprobs=(-0.5,)),),
+            sequences=(work.TokenSequence(tokens=(1,), segments=(segment,), logprobs=(-0.5,)),),
             reward=None,
-            stop_reason=StopReason.FINISHED,
-            blame=BLAME_OF[StopReason.FINISHED],
+            stop_reason=work.StopReason.FINISHED,
+            blame=work.BLAME_OF[work.StopReason.FINISHED],
         )
         self.store.append(
-            Ended(at=1.0, purpose=Purpose.TRAIN, member=number, trajectory=trajectory)
+            Ended(at=1.0, purpose=work.Purpose.TRAIN, member=number, trajectory=trajectory)
         )
         self.store.score(
             Scored(
@@ -208,8 +198,8 @@ class Group:
                 attempt=0,
                 reward=0.5,
                 success=True,
-                stop_reason=StopReason.FINISHED,
-                blame=BLAME_OF[StopReason.FINISHED],
+                stop_reason=work.StopReason.FINISHED,
+                blame=work.BLAME_OF[work.StopReason.FINISHED],
                 eval_s=0.0,
                 rewards={"env": 0.5},
                 unscored=unscored(answer),
@@ -267,12 +257,10 @@ async def test_a_member_that_is_not_judged_has_no_reward_and_is_asked_about_agai
         assert event.rewards == {TrajectoryId("g0.0"): 2.5, TrajectoryId("g0.2"): 0.5}
         assert "must end with a line Verdict: A" in event.error
         score = group.scores()[1]
-        assert (score.reward, score.stop_reason) == (None, StopReason.REWARD_UNAVAILABLE)
+        assert (score.reward, score.stop_reason) == (None, work.StopReason.REWARD_UNAVAILABLE)
         kept = score.unscored
-        assert [(one.opponent, one.points) for one in kept.comparisons] == [
-            ("g0.0", None),
-            ("g0.2", None),
-        ]
+        expected = [("g0.0", None), ("g0.2", None)]
+        assert [(one.opponent, one.points) for one in kept.comparisons] == expected
         domain, again = group.rewards.of("frozenlake"), finished("?", "g0.1")
         repeated = functools.partial(domain.compute, again, known=score.rewards, compared=True)
         failed = await repeated(comparisons=kept.comparisons)

@@ -25,6 +25,7 @@ from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.image_cache import Lease
+from rollweave.schema import serving as s
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelTrajectory, StartInit
 from rollweave.schema.errors import EngineLostError, ImageError
@@ -37,14 +38,6 @@ from rollweave.schema.events import (
     TurnDone,
     TurnRequested,
     TurnWithdrawn,
-)
-from rollweave.schema.serving import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    Sampling,
-    TokenDelta,
-    VersionSpan,
 )
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
 from tests.support.pipelines import CODEC, TRAJECTORY, Harness, engine_result, reply_tokens
@@ -182,7 +175,7 @@ def harness(store: TrajectoryStore, listener: GatewayListener) -> Play:
 
     def of(handler: Any, images: ImagePort | None = None, **limits: Any) -> Harness:
         sandboxes = Sandboxes("plain", images=images)
-        sampling = Sampling(stop_token_ids=CODEC.stop_token_ids)
+        sampling = s.Sampling(stop_token_ids=CODEC.stop_token_ids)
 
         def make(command: StartInit) -> HandlerEpisode:
             return HandlerEpisode(
@@ -229,7 +222,7 @@ async def test_a_handler_sees_that_a_turn_was_cut(harness: Play) -> None:
         replies.append(await agent.chat([GO, replies[0], ON], max_tokens=2))
 
     stage_ = harness(Played(on_run=listen), max_turn_tokens=4)
-    stage_.engine.answer = engine_result("righ", finish=FinishReason.LENGTH)
+    stage_.engine.answer = engine_result("righ", finish=s.FinishReason.LENGTH)
     _, trajectory = await ended(stage_)
     assert [message.finish_reason for message in replies] == ["length", "length"]
     cut = [event.cut for event in stage_.events if isinstance(event, TurnDone)]
@@ -298,10 +291,8 @@ async def test_a_missing_image_is_no_fault_of_the_agent_or_environment(
     rewarding = Played(on_init=start, on_run=hidden, on_error=lambda _: _value(Score(reward=1.0)))
     stage_ = harness(rewarding, NoImages(0.0))
     over = await stage_.play()
-    assert (over.stop_reason, over.error) == (
-        StopReason.IMAGE_ERROR,
-        "image a.toml: no source has it",
-    )
+    expected = (StopReason.IMAGE_ERROR, "image a.toml: no source has it")
+    assert (over.stop_reason, over.error) == expected
 
 
 async def test_a_complete_attempt(harness: Play) -> None:
@@ -390,10 +381,8 @@ async def test_a_stage_that_hangs(
         stage_.eval()
         assert (await stage_.until(RewardFailed)).stop_reason is StopReason.REWARD_HANG
     else:
-        assert (over.stop_reason, over.error) == (
-            StopReason.ENV_HANG,
-            f"{stage} did not answer within {step_s:g} s",
-        )
+        expected = (StopReason.ENV_HANG, f"{stage} did not answer within {step_s:g} s")
+        assert (over.stop_reason, over.error) == expected
     await stage_.idle()
 
 
@@ -445,7 +434,7 @@ async def test_the_budget_runs_out_in_a_stage(harness: Play) -> None:
 
 async def test_the_budget_runs_out_in_a_turn(harness: Play) -> None:
     stage_ = harness(Played())
-    stage_.engine.answer = engine_result("h", finish=FinishReason.TIME)
+    stage_.engine.answer = engine_result("h", finish=s.FinishReason.TIME)
     over = await stage_.play()
     assert over.stop_reason is StopReason.TIME_BUDGET
 
@@ -456,7 +445,7 @@ async def test_a_handler_cannot_ignore_a_stop(harness: Play) -> None:
             await agent.chat([GO])
 
     stage_ = harness(Played(on_run=run))
-    stage_.engine.answer = engine_result("h", finish=FinishReason.TIME)
+    stage_.engine.answer = engine_result("h", finish=s.FinishReason.TIME)
     assert (await stage_.play()).stop_reason is StopReason.TIME_BUDGET
 
 
@@ -619,10 +608,8 @@ async def test_refuses_invalid_chat_arguments(
 
 async def test_a_handler_must_ask_the_agent(harness: Play) -> None:
     over = await harness(Played(on_run=nothing)).play()
-    assert (over.stop_reason, over.error) == (
-        StopReason.ENV_ERROR,
-        "run must ask the agent at least once, and returned without asking",
-    )
+    assert over.stop_reason == StopReason.ENV_ERROR
+    assert over.error == "run must ask the agent at least once, and returned without asking"
 
 
 @pytest.mark.parametrize("place", ["init", "queue", "turn", "tool", "eval"])
@@ -711,12 +698,12 @@ async def test_a_program_reads_a_turn_that_two_engines_sample(
     """The first engine is lost after the program has read the beginning; what the
     program reads is what is recorded.
     """
-    calls: list[tuple[GenerateRequest, OnTokens, asyncio.Future[GenerateResult]]] = []
+    calls: list[tuple[s.GenerateRequest, OnTokens, asyncio.Future[s.GenerateResult]]] = []
     read: list[str] = []
 
     def generate(
-        request: GenerateRequest, on_tokens: OnTokens | None = None, *, report_s: float = 1.0
-    ) -> asyncio.Future[GenerateResult]:
+        request: s.GenerateRequest, on_tokens: OnTokens | None = None, *, report_s: float = 1.0
+    ) -> asyncio.Future[s.GenerateResult]:
         assert on_tokens is not None
         calls.append((request, on_tokens, asyncio.get_running_loop().create_future()))
         return calls[-1][2]
@@ -733,11 +720,11 @@ async def test_a_program_reads_a_turn_that_two_engines_sample(
                 [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
             )
 
-    def delta(start: int, end: int, version: int) -> TokenDelta:
+    def delta(start: int, end: int, version: int) -> s.TokenDelta:
         whole = engine_result("hello")
-        span = VersionSpan(start=start, end=end, version=version)
+        span = s.VersionSpan(start=start, end=end, version=version)
         tokens, logprobs = whole.tokens[start:end], whole.logprobs[start:end]
-        return TokenDelta(id="", start=start, tokens=tokens, logprobs=logprobs, versions=(span,))
+        return s.TokenDelta(id="", start=start, tokens=tokens, logprobs=logprobs, versions=(span,))
 
     stage_ = harness(Played(on_run=run))
     monkeypatch.setattr(stage_.engine, "generate", generate)
@@ -754,7 +741,7 @@ async def test_a_program_reads_a_turn_that_two_engines_sample(
     request, on_tokens, answer = calls[1]
     assert request.resumed.tokens == reply_tokens("hel", end=False)
     on_tokens(delta(3, 4, version=4))
-    spans = (VersionSpan(start=0, end=3, version=3), VersionSpan(start=3, end=6, version=4))
+    spans = (s.VersionSpan(start=0, end=3, version=3), s.VersionSpan(start=3, end=6, version=4))
     whole = engine_result("hello")
     answer.set_result(msgspec.structs.replace(whole, versions=spans, resumed_tokens=3))
     over = await stage_.until(TrajectoryEnded)
@@ -816,10 +803,8 @@ async def test_the_agent_refuses_calls_after_run(harness: Play) -> None:
     stage_ = harness(Played(on_run=run, on_eval=judge), step_s=5.0)
     failed = await stage_.scored(RewardFailed)
     assert isinstance(failed, RewardFailed)
-    assert (failed.stop_reason, failed.error) == (
-        StopReason.REWARD_ERROR,
-        f"eval: session must be open, got '{TRAJECTORY}-0', which is closed",
-    )
+    assert failed.stop_reason == StopReason.REWARD_ERROR
+    assert failed.error == f"eval: session must be open, got '{TRAJECTORY}-0', which is closed"
     assert len([event for event in stage_.events if isinstance(event, TurnRequested)]) == 1
 
 

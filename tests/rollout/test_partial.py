@@ -21,32 +21,12 @@ from rollweave.rollout.driver import TurnResult
 from rollweave.rollout.turn_parts import PartialTurn, ProgressReporter, RecordedTurns
 from rollweave.rollout.turns import Turns
 from rollweave.rollout.worker import RemoteTurns
+from rollweave.schema import events as e
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.events import (
-    Event,
-    PrefillDone,
-    TurnDone,
-    TurnFailed,
-    TurnProgress,
-    TurnRequested,
-    TurnReturned,
-    TurnsProgressed,
-)
 from rollweave.schema.rollouts import AnswerTurn, AttemptReport, StreamTurn, TurnAsked, TurnGivenUp
-from rollweave.schema.serving import (
-    STREAM_S,
-    EngineSpec,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    TokenDelta,
-    VersionSpan,
-    spans_cover,
-)
 from rollweave.schema.work import Purpose, Task
 from tests.support.engines import environment, real_loop, tiny_checkpoint
 from tests.support.pipelines import TRAJECTORY, NoSpans, OneWordEngine
@@ -64,30 +44,30 @@ def logprobs_of(tokens: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(-token / 100 for token in tokens)
 
 
-def delta(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> TokenDelta:
+def delta(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> s.TokenDelta:
     tokens = TRUTH[start:end]
     parts: dict[str, Any] = {
         "tokens": tokens,
         "logprobs": logprobs_of(tokens),
-        "versions": (VersionSpan(start=start, end=end, version=version),) if end > start else (),
+        "versions": (s.VersionSpan(start=start, end=end, version=version),) if end > start else (),
         "generate_s": float(end),
     }
-    return TokenDelta(id=id, start=start, **(parts | changes))
+    return s.TokenDelta(id=id, start=start, **(parts | changes))
 
 
 def result(
-    end: int, *, finish: FinishReason = FinishReason.ABORTED, version: int = 3, **changes: Any
-) -> GenerateResult:
+    end: int, *, finish: s.FinishReason = s.FinishReason.ABORTED, version: int = 3, **changes: Any
+) -> s.GenerateResult:
     complete = delta(0, end, version=version)
     parts: dict[str, Any] = {
         name: getattr(complete, name) for name in ("tokens", "logprobs", "versions", "generate_s")
     }
-    return GenerateResult(id="r", finish=finish, **(parts | changes))
+    return s.GenerateResult(id="r", finish=finish, **(parts | changes))
 
 
-def partial(end: int) -> PartialOutput:
+def partial(end: int) -> s.PartialOutput:
     complete = delta(0, end)
-    return PartialOutput(
+    return s.PartialOutput(
         tokens=complete.tokens,
         logprobs=complete.logprobs,
         versions=complete.versions,
@@ -129,8 +109,8 @@ def test_deltas_in_any_order_are_a_prefix_or_nothing(reported: list[tuple[int, i
     "changes",
     [
         *({"logprobs": (-1.0,)}, {"versions": ()}),
-        {"versions": (VersionSpan(start=0, end=2, version=3),)},
-        *({"versions": (VersionSpan(start=2, end=5, version=3),)}, {"generate_s": 1.0}),
+        {"versions": (s.VersionSpan(start=0, end=2, version=3),)},
+        *({"versions": (s.VersionSpan(start=2, end=5, version=3),)}, {"generate_s": 1.0}),
         {"generate_s": float("nan")},
     ],
 )
@@ -148,16 +128,16 @@ def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]
     [
         (result(7), 7),
         (result(4), 4),
-        (result(9, finish=FinishReason.STOP), 9),  # it ended as it was aborted: that is all of it
+        (result(9, finish=s.FinishReason.STOP), 9),  # it ended as it was aborted: that is all of it
         (result(3), 0),  # less than was reported
         (result(7, tokens=(1, *TRUTH[1:7])), 0),
         (result(7, logprobs=(-1.0, *logprobs_of(TRUTH[1:7]))), 0),
         *((result(7, logprobs=()), 0), (result(7, versions=()), 0)),
-        *((result(7, finish=FinishReason.ERROR), 0), (result(0), 0)),
+        *((result(7, finish=s.FinishReason.ERROR), 0), (result(0), 0)),
     ],
 )
 def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(
-    answer: GenerateResult, kept_tokens: int
+    answer: s.GenerateResult, kept_tokens: int
 ) -> None:
     partial_turn = PartialTurn(partial(2))
     partial_turn.append(delta(2, 4))
@@ -168,7 +148,7 @@ def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(
 # Turns, with an engine whose every word a test decides.
 
 
-def unread(_: TokenDelta) -> None:
+def unread(_: s.TokenDelta) -> None:
     raise AssertionError("the token after a prompt has no reader")
 
 
@@ -177,19 +157,19 @@ class Puppet(OneWordEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[GenerateRequest, asyncio.Future[GenerateResult], OnTokens]] = []
+        self.calls: list[tuple[s.GenerateRequest, asyncio.Future[s.GenerateResult], OnTokens]] = []
         self.aborted: list[str] = []
         self.intervals: list[float] = []
         """`report_s` of the calls."""
 
     def generate(
         self,
-        request: GenerateRequest,
+        request: s.GenerateRequest,
         on_tokens: OnTokens | None = None,
         *,
-        report_s: float = STREAM_S,
-    ) -> asyncio.Future[GenerateResult]:
-        future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        report_s: float = s.STREAM_S,
+    ) -> asyncio.Future[s.GenerateResult]:
+        future: asyncio.Future[s.GenerateResult] = asyncio.get_running_loop().create_future()
         self.calls.append((request, future, on_tokens or unread))
         self.intervals.append(report_s)
         return future
@@ -198,7 +178,7 @@ class Puppet(OneWordEngine):
         self.aborted.append(request_id)
 
     @property
-    def resumed(self) -> PartialOutput | None:
+    def resumed(self) -> s.PartialOutput | None:
         """Return the partial output that the newest request resumes."""
         return self.calls[-1][0].resumed
 
@@ -212,8 +192,8 @@ class Stage:
 
     def __init__(self, *, streamed: bool = False, recorded: RecordedTurns | None = None) -> None:
         self.streamed = streamed
-        self.received: list[TokenDelta] = []
-        self.events: list[Event] = []
+        self.received: list[s.TokenDelta] = []
+        self.events: list[e.Event] = []
         self.engines: dict[str, Any] = {"e0": Puppet(), "e1": Puppet()}
         task = Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted")
         self.init = StartInit(
@@ -240,10 +220,10 @@ class Stage:
         self.task: asyncio.Task[TurnResult] | None = None
 
     def ask(
-        self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT
+        self, sampling: s.Sampling | None = None, tokens: tuple[int, ...] = PROMPT
     ) -> asyncio.Task[TurnResult]:
         on_tokens = self.received.append if self.streamed else None
-        turn = self.relay.turn(0, tokens, sampling or Sampling(max_tokens=20), on_tokens)
+        turn = self.relay.turn(0, tokens, sampling or s.Sampling(max_tokens=20), on_tokens)
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
 
@@ -306,7 +286,7 @@ async def streaming_turn(*, streamed: bool = False) -> tuple[Stage, Puppet, Pupp
     stage = Stage(streamed=streamed)
     stage.ask()
     await settle()
-    assert [type(event) for event in stage.events] == [TurnRequested]
+    assert [type(event) for event in stage.events] == [e.TurnRequested]
     stage.start("e0", 0)
     first: Puppet = stage.engines["e0"]
     first.calls[0][2](delta(0, 2))
@@ -316,11 +296,11 @@ async def streaming_turn(*, streamed: bool = False) -> tuple[Stage, Puppet, Pupp
 
 async def finished(stage: Stage, puppet: Puppet, resumed: int) -> None:
     """Let the engine complete the turn, and check the result."""
-    puppet.calls[-1][1].set_result(result(20, finish=FinishReason.LENGTH, resumed_tokens=resumed))
+    puppet.calls[-1][1].set_result(result(20, finish=s.FinishReason.LENGTH, resumed_tokens=resumed))
     assert stage.task is not None
     answer = await stage.task
     assert (answer.result.tokens, answer.result.logprobs) == (TRUTH, logprobs_of(TRUTH))
-    (done,) = stage.of(TurnDone)
+    (done,) = stage.of(e.TurnDone)
     assert done.output_tokens == len(TRUTH)
     assert stage.turns._open is None
 
@@ -338,7 +318,7 @@ async def test_a_lost_engine_loses_only_unreported_tokens(resume: bool, at_once:
     first.calls[0][2](delta(4, 6))  # from beyond
     stage.start("e1", 1, resume=resume)
     assert second.resumed == (partial(6) if resume else None)
-    assert stage.of(TurnFailed) == []
+    assert stage.of(e.TurnFailed) == []
     await finished(stage, second, 6 if resume else 0)
 
 
@@ -382,8 +362,8 @@ def received(stage: Stage) -> list[tuple[int, tuple[int, ...]]]:
 @pytest.mark.parametrize("how", ["lost", "aborted"])
 async def test_a_program_reads_each_token_once_though_engines_change(how: str) -> None:
     stage, first, second = await streaming_turn(streamed=True)
-    assert [event.streamed for event in stage.of(TurnRequested)] == [True]
-    assert first.intervals == [STREAM_S]
+    assert [event.streamed for event in stage.of(e.TurnRequested)] == [True]
+    assert first.intervals == [s.STREAM_S]
     if how == "lost":
         first.calls[0][1].set_exception(EngineLostError("killed"))
     else:
@@ -398,7 +378,7 @@ async def test_a_program_reads_each_token_once_though_engines_change(how: str) -
     # The tokens that the abort has brought to light come with the next ones.
     assert received(stage) == [(0, TRUTH[:2]), (2, TRUTH[2:4]), (4, TRUTH[4:9]), (9, TRUTH[9:10])]
     await finished(stage, second, known)
-    assert stage.of(TurnsProgressed) == []
+    assert stage.of(e.TurnsProgressed) == []
 
 
 @pytest.mark.parametrize("how", ["computed", "refused", "lost", "aborted"])
@@ -420,8 +400,8 @@ async def test_a_program_reads_each_token_once_though_a_prompt_is_computed_elsew
     }
     outcomes[how]()
     await settle()
-    assert len(stage.of(PrefillDone)) == (how == "computed")
-    assert len(stage.of(TurnFailed)) == (how == "refused")
+    assert len(stage.of(e.PrefillDone)) == (how == "computed")
+    assert len(stage.of(e.TurnFailed)) == (how == "refused")
     third = stage.engines["e2"] = Puppet()
     stage.start("e2", 2, resume=True)
     assert third.resumed == partial(4)
@@ -437,7 +417,7 @@ async def test_a_program_reads_the_recorded_tokens_of_its_turn_and_then_the_othe
     """The controller was lost in the middle of the turn, and perhaps the engine that
     continued it.
     """
-    sampling = Sampling(max_tokens=20)
+    sampling = s.Sampling(max_tokens=20)
     digest = context_digest(PROMPT, sampling)
     known = TurnTokens(
         trajectory_id=TRAJECTORY, attempt=0, turn=0, context=digest, delta=delta(0, 4)
@@ -459,20 +439,20 @@ async def test_a_program_reads_the_recorded_tokens_of_its_turn_and_then_the_othe
 
 
 async def test_a_program_reads_a_recorded_answer_without_an_engine() -> None:
-    digest = context_digest(PROMPT, Sampling(max_tokens=20))
+    digest = context_digest(PROMPT, s.Sampling(max_tokens=20))
     known = TurnAnswer(
         trajectory_id=TRAJECTORY,
         attempt=0,
         turn=0,
         context=digest,
-        result=result(20, finish=FinishReason.LENGTH),
+        result=result(20, finish=s.FinishReason.LENGTH),
     )
     stage = Stage(streamed=True, recorded=RecordedTurns([known], version=3))
     asked = stage.ask()
     await settle()
     stage.start("e0", 0)
     assert (await asked).result.tokens == TRUTH
-    (done,) = stage.of(TurnDone)
+    (done,) = stage.of(e.TurnDone)
     assert done.replayed
     assert stage.engines["e0"].calls == []
 
@@ -569,17 +549,19 @@ async def test_an_abort_cancels_a_waiting_start() -> None:
 async def test_an_answer_that_crosses_an_abort_is_repeated(requests_again: bool) -> None:
     """So is the attempt's next request, if any: the core has received neither."""
     stage, first, second = await streaming_turn()
-    first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
+    first.calls[0][1].set_result(result(20, finish=s.FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
     if requests_again:
-        following = asyncio.get_running_loop().create_task(stage.relay.turn(1, PROMPT, Sampling()))
+        following = asyncio.get_running_loop().create_task(
+            stage.relay.turn(1, PROMPT, s.Sampling())
+        )
         await settle()
     stage.abort("e0", 0)
     stage.events.clear()
     stage.start("e1", 1, resume=True)
     assert second.calls == []
-    assert [type(event) for event in stage.events] == [TurnDone, TurnRequested][
+    assert [type(event) for event in stage.events] == [e.TurnDone, e.TurnRequested][
         : 1 + requests_again
     ]
     assert (stage.events[0].dispatch, stage.events[0].output_tokens) == (1, 20)  # type: ignore[union-attr]
@@ -591,12 +573,12 @@ async def test_an_answer_that_crosses_an_abort_is_repeated(requests_again: bool)
 
 async def test_an_answer_that_is_not_consumed_yet_is_not_requested_again() -> None:
     stage, first, second = await streaming_turn()
-    first.calls[0][1].set_result(result(20, finish=FinishReason.LENGTH))
+    first.calls[0][1].set_result(result(20, finish=s.FinishReason.LENGTH))
     await asyncio.sleep(0)
     assert not stage.task.done()
     stage.start("e1", 1, resume=True)
     assert second.calls == []
-    assert [done.dispatch for done in stage.of(TurnDone)] == [0, 1]
+    assert [done.dispatch for done in stage.of(e.TurnDone)] == [0, 1]
 
 
 async def test_a_refused_turn_restarts() -> None:
@@ -606,7 +588,7 @@ async def test_a_refused_turn_restarts() -> None:
     stage.start("e1", 1, resume=True)
     second.calls[0][1].set_exception(EngineError("resumed.tokens must end where the turn stops"))
     await settle()
-    assert [failed.dispatch for failed in stage.of(TurnFailed)] == [1]
+    assert [failed.dispatch for failed in stage.of(e.TurnFailed)] == [1]
     stage.start("e1", 2, resume=True)
     assert second.resumed is None
     await finished(stage, second, 0)
@@ -617,15 +599,15 @@ async def test_a_refused_turn_restarts() -> None:
     [
         (result(9), 9),  # aborted by itself
         (
-            result(20, finish=FinishReason.LENGTH, resumed_tokens=3),
+            result(20, finish=s.FinishReason.LENGTH, resumed_tokens=3),
             0,
         ),  # continued from another position
-        (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, tokens=(1, *TRUTH[1:])), 0),
-        (result(20, finish=FinishReason.LENGTH, resumed_tokens=4, version=-1), 0),
+        (result(20, finish=s.FinishReason.LENGTH, resumed_tokens=4, tokens=(1, *TRUTH[1:])), 0),
+        (result(20, finish=s.FinishReason.LENGTH, resumed_tokens=4, version=-1), 0),
     ],
 )
 async def test_an_inconsistent_answer_fails_the_turn(
-    answer: GenerateResult, kept_tokens: int
+    answer: s.GenerateResult, kept_tokens: int
 ) -> None:
     stage, first, second = await streaming_turn()
     first.calls[0][1].set_exception(EngineLostError("killed"))
@@ -633,7 +615,7 @@ async def test_an_inconsistent_answer_fails_the_turn(
     stage.start("e1", 1, resume=True)
     second.calls[0][1].set_result(answer)
     await settle()
-    assert len(stage.of(TurnFailed)) == 1
+    assert len(stage.of(e.TurnFailed)) == 1
     stage.start("e0", 2, resume=True)
     assert first.resumed == (partial(kept_tokens) if kept_tokens else None)
     await finished(stage, first, kept_tokens)
@@ -641,11 +623,11 @@ async def test_an_inconsistent_answer_fails_the_turn(
 
 async def test_a_turn_that_a_lent_engine_returns_continues_from_all_of_its_tokens() -> None:
     stage, first, second = await streaming_turn()
-    first.calls[0][1].set_result(result(9, finish=FinishReason.RETURNED))
+    first.calls[0][1].set_result(result(9, finish=s.FinishReason.RETURNED))
     await settle()
-    (returned,) = stage.of(TurnReturned)
+    (returned,) = stage.of(e.TurnReturned)
     assert (returned.turn, returned.dispatch) == (0, 0)
-    assert stage.of(TurnFailed) == []
+    assert stage.of(e.TurnFailed) == []
     stage.start("e1", 1, resume=True)
     assert second.resumed == partial(9)
     await finished(stage, second, 9)
@@ -657,7 +639,7 @@ async def test_a_missing_engine_fails_the_dispatch_and_keeps_the_partial_turn() 
     await settle()
     removed = stage.engines.pop("e1")
     stage.start("e1", 1, resume=True)
-    assert [failed.error for failed in stage.of(TurnFailed)] == ["the engine is gone"]
+    assert [failed.error for failed in stage.of(e.TurnFailed)] == ["the engine is gone"]
     stage.engines["e1"] = removed
     stage.start("e1", 2, resume=True)
     assert second.resumed == partial(4)
@@ -692,25 +674,25 @@ async def test_long_turns_are_reported_periodically() -> None:
     _, future, on_tokens = stage.engines["e0"].calls[0]
     on_tokens(delta(0, 2))
     stage.progress.report()
-    assert stage.of(TurnsProgressed) == []  # not long yet
+    assert stage.of(e.TurnsProgressed) == []  # not long yet
     on_tokens(delta(2, 4))
     on_tokens(delta(4, 6))
     stage.progress.report()
     stage.progress.report()
-    reported = TurnProgress(
+    reported = e.TurnProgress(
         trajectory_id=TRAJECTORY, attempt=0, turn=0, dispatch=0, output_tokens=6
     )
     # once, for nothing came to it
-    assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(reported,))]
+    assert stage.of(e.TurnsProgressed) == [e.TurnsProgressed(turns=(reported,))]
     on_tokens(delta(6, 8))
     stage.progress.report()
-    assert len(stage.of(TurnsProgressed)) == 2
+    assert len(stage.of(e.TurnsProgressed)) == 2
     on_tokens(delta(8, 10))
-    future.set_result(result(20, finish=FinishReason.LENGTH))
+    future.set_result(result(20, finish=s.FinishReason.LENGTH))
     assert stage.task is not None
     await stage.task
     stage.progress.report()
-    assert len(stage.of(TurnsProgressed)) == 2
+    assert len(stage.of(e.TurnsProgressed)) == 2
     assert stage.progress._timer is None  # no timer without progress
 
 
@@ -725,14 +707,14 @@ async def test_a_turn_without_an_engine_is_not_reported() -> None:
     stage.abort("e0", 0)
     on_tokens(delta(2, 4))
     stage.progress.report()
-    assert stage.of(TurnsProgressed) == []
+    assert stage.of(e.TurnsProgressed) == []
     future.set_result(result(5))
     await settle()
     stage.start("e1", 1, resume=True)
     stage.engines["e1"].calls[0][2](delta(5, 9))
     stage.progress.report()
     stage.progress.report()
-    (event,) = stage.of(TurnsProgressed)
+    (event,) = stage.of(e.TurnsProgressed)
     assert [(reported.dispatch, reported.output_tokens) for reported in event.turns] == [(1, 9)]
     await finished(stage, stage.engines["e1"], 5)
 
@@ -747,7 +729,9 @@ LONG = 3500
 async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClient]]:
     """Start deterministic engines of one model, in a process or in a thread."""
     model = str(tiny_checkpoint(tmp_path, max_position_embeddings=4096))
-    spec = EngineSpec(id=EngineId("e"), model=model, kv_tokens=4096, deterministic=True, version=3)
+    spec = s.EngineSpec(
+        id=EngineId("e"), model=model, kv_tokens=4096, deterministic=True, version=3
+    )
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     ready.set_result(None)
     clients: list[EngineClient] = []
@@ -782,15 +766,15 @@ class Watched:
 
     def generate(
         self,
-        request: GenerateRequest,
+        request: s.GenerateRequest,
         on_tokens: OnTokens | None = None,
         *,
-        report_s: float = STREAM_S,
-    ) -> asyncio.Future[GenerateResult]:
+        report_s: float = s.STREAM_S,
+    ) -> asyncio.Future[s.GenerateResult]:
         assert on_tokens is not None
         forward = on_tokens
 
-        def listen(each: TokenDelta) -> None:
+        def listen(each: s.TokenDelta) -> None:
             if self.left:
                 forward(each)
                 self.left -= 1
@@ -812,11 +796,13 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
     """The kernel kills an engine after its first report, the next one after its second.
     Another engine completes the turn.
     """
-    sampling = Sampling(max_tokens=LONG, seed=11, allowed=tuple(range(2, 60)))
+    sampling = s.Sampling(max_tokens=LONG, seed=11, allowed=tuple(range(2, 60)))
     doomed = [engine_of("process") for _ in range(2)]
     last = engine_of("thread")
     await asyncio.gather(*(client.ready() for client in (*doomed, last)))
-    complete = await last.generate(GenerateRequest(id="complete", tokens=PROMPT, sampling=sampling))
+    complete = await last.generate(
+        s.GenerateRequest(id="complete", tokens=PROMPT, sampling=sampling)
+    )
     stage = Stage()
     stage.ask(sampling)
     await settle()
@@ -839,16 +825,13 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
     stage.start("e1", 2, resume=True)
     assert stage.task is not None
     answer = (await stage.task).result
-    assert (answer.tokens, answer.logprobs, answer.finish) == (
-        complete.tokens,
-        complete.logprobs,
-        complete.finish,
-    )
-    assert answer.versions == complete.versions == (VersionSpan(start=0, end=LONG, version=3),)
+    expected = (complete.tokens, complete.logprobs, complete.finish)
+    assert (answer.tokens, answer.logprobs, answer.finish) == expected
+    assert answer.versions == complete.versions == (s.VersionSpan(start=0, end=LONG, version=3),)
     assert kept_tokens <= answer.resumed_tokens < LONG
-    (done,) = stage.of(TurnDone)
+    (done,) = stage.of(e.TurnDone)
     assert (done.output_tokens, done.dispatch) == (LONG, 2)
-    assert spans_cover(answer.versions, LONG)
+    assert s.spans_cover(answer.versions, LONG)
     assert (
         msgspec.structs.replace(answer, tokens=()).resumed_tokens
         + (await last.stats()).output_tokens

@@ -79,14 +79,8 @@ async def test_a_complete_attempt(store: TrajectoryStore) -> None:
     harness = Harness(store)
     ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
-    assert [type(event) for event in harness.events] == [
-        EnvReady,
-        TurnRequested,
-        TurnDone,
-        TurnRequested,
-        TurnDone,
-        TrajectoryEnded,
-    ]
+    expected = [EnvReady, TurnRequested, TurnDone, TurnRequested, TurnDone, TrajectoryEnded]
+    assert [type(event) for event in harness.events] == expected
     # in the store before the event, not scored yet
     assert store.get([TRAJECTORY])[0].reward is None
     harness.eval()
@@ -105,14 +99,8 @@ async def test_a_complete_attempt(store: TrajectoryStore) -> None:
     assert sequence.versions() == (3, 3)
     assert sequence.output_mask().count(True) == 2 * len(reply_tokens("hi"))
     assert ended.tokens == len(sequence.tokens)
-    assert harness.provider.log == [
-        "open",
-        "reset",
-        "step hi",
-        "step hi",
-        "close",
-        "score 1.5 after ['hi', 'hi']",
-    ]
+    wanted = ["open", "reset", "step hi", "step hi", "close", "score 1.5 after ['hi', 'hi']"]
+    assert harness.provider.log == wanted
     await harness.idle()
     assert harness.active_attempts == 0
 
@@ -230,12 +218,8 @@ async def test_a_turn_cut_by_its_own_limit_is_marked_counted_and_reported(
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["length", "length"]
     cut.eval()
     await cut.until(RewardReady)
-    assert [message.finish_reason for message in cut.provider.scored[0].messages] == [
-        "",
-        "length",
-        "",
-        "length",
-    ]
+    expected = ["", "length", "", "length"]
+    assert [message.finish_reason for message in cut.provider.scored[0].messages] == expected
     uncut = Harness(store, max_turn_tokens=4)
     await uncut.play()
     assert [event.cut for event in uncut.events if isinstance(event, TurnDone)] == [False, False]
@@ -565,11 +549,8 @@ async def test_a_failed_reward_is_never_zero(
     await harness.idle()
     reader = TrajectoryReader(store._directory)
     trajectory = reader.load(reader.entries[0])
-    assert (trajectory.reward, trajectory.stop_reason, trajectory.blame) == (
-        None,
-        reason,
-        Blame.ENVIRONMENT,
-    )
+    expected = (None, reason, Blame.ENVIRONMENT)
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.blame) == expected
 
 
 async def test_the_reason_of_a_reward_is_stored(store: TrajectoryStore) -> None:
@@ -802,10 +783,8 @@ async def test_a_failure_of_the_teacher_is_blamed_on_the_infrastructure(
 ) -> None:
     harness = Harness(store, teach=FakeTeacher(TeacherError("teacher http://a:1: gone")).teach)
     ended = await harness.play()
-    assert (ended.stop_reason, ended.error) == (
-        StopReason.TEACHER_ERROR,
-        "teacher http://a:1: gone",
-    )
+    expected = (StopReason.TEACHER_ERROR, "teacher http://a:1: gone")
+    assert (ended.stop_reason, ended.error) == expected
     reader = TrajectoryReader(store._directory)
     (entry,) = reader.entries
     trajectory = reader.load(entry)
@@ -869,10 +848,8 @@ async def test_the_routes_of_each_turn_are_stored_for_training_only(
     if purpose is Purpose.EVAL:
         assert sequence.routes == ()
         return
-    assert [(part.start, part.end) for part in sequence.routes] == [
-        (0, second.routes_from),
-        (second.routes_from, sequence.turns[-1].end - 1),
-    ]
+    expected = [(0, second.routes_from), (second.routes_from, sequence.turns[-1].end - 1)]
+    assert [(part.start, part.end) for part in sequence.routes] == expected
     assert b"".join(part.data for part in sequence.routes) == bytes(range(sequence.routes[-1].end))
 
 

@@ -5,42 +5,35 @@ import pytest
 
 from rollweave.record.turn_log import TurnAnswer, TurnRecord, TurnTokens, context_digest
 from rollweave.rollout.turn_parts import PartialTurn, RecordedTurns
+from rollweave.schema import serving as s
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.serving import (
-    FinishReason,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    TokenDelta,
-    VersionSpan,
-)
 
-ID, MOST = TrajectoryId("g0.0"), Sampling(max_tokens=100)
+ID, MOST = TrajectoryId("g0.0"), s.Sampling(max_tokens=100)
 
 
 def context(turn: int) -> tuple[int, ...]:
     return tuple(range(10 * turn + 5))
 
 
-def spans(versions: str, start: int = 0) -> tuple[VersionSpan, ...]:
+def spans(versions: str, start: int = 0) -> tuple[s.VersionSpan, ...]:
     """One span for each run of equal digits: "334" are two tokens of 3 and one of 4."""
-    spans, begin = list[VersionSpan](), 0
+    spans, begin = list[s.VersionSpan](), 0
     for end in range(1, len(versions) + 1):
         if end == len(versions) or versions[end] != versions[begin]:
             version = int(versions[begin])
-            spans.append(VersionSpan(start=start + begin, end=start + end, version=version))
+            spans.append(s.VersionSpan(start=start + begin, end=start + end, version=version))
             begin = end
     return tuple(spans)
 
 
 def answer(turn: int, versions: str = "333") -> TurnAnswer:
     count = len(versions)
-    result = GenerateResult(
+    result = s.GenerateResult(
         id="r",
         tokens=tuple(range(count)),
         logprobs=(-0.5,) * count,
         versions=spans(versions),
-        finish=FinishReason.STOP,
+        finish=s.FinishReason.STOP,
         generate_s=float(count),
     )
     digest = context_digest(context(turn), MOST)
@@ -49,7 +42,7 @@ def answer(turn: int, versions: str = "333") -> TurnAnswer:
 
 def tokens(turn: int, versions: str = "33", *, start: int = 0) -> TurnTokens:
     end = start + len(versions)
-    delta = TokenDelta(
+    delta = s.TokenDelta(
         id="r",
         start=start,
         tokens=tuple(range(start, end)),
@@ -110,9 +103,11 @@ def test_another_context_ends_the_use_of_records() -> None:
 
 
 def test_a_turn_that_is_longer_than_allowed_is_not_used() -> None:
-    assert RecordedTurns([answer(0)], version=9).take(0, context(0), Sampling(max_tokens=2)) is None
     assert (
-        RecordedTurns([answer(0)], version=9).take(0, context(0), Sampling(max_tokens=3))
+        RecordedTurns([answer(0)], version=9).take(0, context(0), s.Sampling(max_tokens=2)) is None
+    )
+    assert (
+        RecordedTurns([answer(0)], version=9).take(0, context(0), s.Sampling(max_tokens=3))
         is not None
     )
 
@@ -127,15 +122,15 @@ def test_records_of_another_attempt_have_what_is_left() -> None:
 def test_a_turn_that_was_sampled_in_another_way_is_not_used() -> None:
     """The run was resumed with another temperature."""
     recorded = RecordedTurns([answer(0)], version=9)
-    assert recorded.take(0, context(0), Sampling(temperature=0.6, max_tokens=100)) is None
+    assert recorded.take(0, context(0), s.Sampling(temperature=0.6, max_tokens=100)) is None
 
 
 @pytest.mark.parametrize(("most", "answered"), [(3, True), (4, False)])
 def test_an_answer_that_a_lower_limit_cut_goes_on(most: int, *, answered: bool) -> None:
     whole = answer(0, "334")
-    cut = msgspec.structs.replace(whole.result, finish=FinishReason.LENGTH)
+    cut = msgspec.structs.replace(whole.result, finish=s.FinishReason.LENGTH)
     recorded = RecordedTurns([msgspec.structs.replace(whole, result=cut)], version=9)
-    turn = recorded.take(0, context(0), Sampling(max_tokens=most))
+    turn = recorded.take(0, context(0), s.Sampling(max_tokens=most))
     assert (turn.answer == cut, turn.partial is None) == (answered, answered)
     if turn.partial is not None:
         assert turn.partial.tokens == cut.tokens
@@ -146,7 +141,7 @@ def test_a_long_turn_is_assembled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are not copied again for each record."""
     built = list[int]()
 
-    def partial(self: PartialTurn) -> PartialOutput | None:
+    def partial(self: PartialTurn) -> s.PartialOutput | None:
         built.append(len(self))
         return whole(self)
 

@@ -115,10 +115,8 @@ async def test_a_function_that_hangs_blocks_nothing_and_ends_at_its_deadline() -
         reason, error = await failure(function=f"{FUNCTIONS}:hanging", timeout_s=0.05)
     finally:
         reward_functions.release.set()
-    assert (reason, error) == (
-        StopReason.REWARD_HANG,
-        f"function {FUNCTIONS}:hanging did not return within 0.05 s",
-    )
+    assert reason == StopReason.REWARD_HANG
+    assert error == f"function {FUNCTIONS}:hanging did not return within 0.05 s"
 
 
 @pytest.mark.parametrize(

@@ -21,27 +21,8 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.roles.worker import Worker
 from rollweave.runtime.supervisors.trainer_link import TrainerSpec, serve
+from rollweave.schema import training
 from rollweave.schema.errors import NonFiniteLossError
-from rollweave.schema.training import (
-    Copied,
-    Measure,
-    Measured,
-    Publish,
-    Published,
-    Restore,
-    Restored,
-    Save,
-    Saved,
-    SaveFailed,
-    StopTrainer,
-    Trained,
-    TrainerCommand,
-    TrainerReady,
-    TrainerReply,
-    TrainFailed,
-    TrainMetrics,
-    TrainOn,
-)
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch
 from tests.support.echo_engine import sign_in, take_fault
@@ -60,21 +41,21 @@ class FakeTrainer:
         self._rank, self._model, self._config = rank, spec.model, spec.config
         self.step = 0
         self._copied = ""
-        self._later: Callable[[TrainerReply], None] | None = None
+        self._later: Callable[[training.TrainerReply], None] | None = None
 
-    def write(self, later: Callable[[TrainerReply], None], /) -> None:
+    def write(self, later: Callable[[training.TrainerReply], None], /) -> None:
         if self._copied.endswith("beside"):
             self._later = later
         else:
             later(self._save(self._copied))
 
-    def _save(self, path: str) -> TrainerReply:
+    def _save(self, path: str) -> training.TrainerReply:
         if take_fault(self._model, "full-disk"):
-            return SaveFailed(path=path, error="no space left on device")
+            return training.SaveFailed(path=path, error="no space left on device")
         # it exists already if the journal lost its event
         Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
-        return Saved(path=path, save_s=0.0)
+        return training.Saved(path=path, save_s=0.0)
 
     def _take_faults(self, step: int) -> None:
         if take_fault(self._model, f"kill-trainer-{step}"):
@@ -107,12 +88,12 @@ class FakeTrainer:
             with (Path(self._model) / "trained.jsonl").open("a") as file:
                 file.write(json.dumps({"step": batch.step, "ids": ids}) + "\n")
 
-    def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
+    def handle(self, command: training.TrainerCommand, /) -> training.TrainerReply | None:
         match command:
-            case TrainOn(batch=batch):
+            case training.TrainOn(batch=batch):
                 # the background checkpoint is complete in the middle of a step
                 if self._later is not None:
-                    self._later(Saved(path="beside", save_s=0.0))
+                    self._later(training.Saved(path="beside", save_s=0.0))
                     self._later = None
                 if batch.step == CRASH or (batch.step == RANK_1_DIES and self._rank == 1):
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -120,28 +101,28 @@ class FakeTrainer:
                     signal.pause()
                 self._take_faults(batch.step)
                 if batch.step in (FAIL, NAN) or take_fault(self._model, f"nan-{batch.step}"):
-                    return TrainFailed(error="no luck", nonfinite=batch.step != FAIL)
+                    return training.TrainFailed(error="no luck", nonfinite=batch.step != FAIL)
                 self._hold()
                 self._log(batch)
                 self.step = batch.step + 1
-                metrics = TrainMetrics(
+                metrics = training.TrainMetrics(
                     values={"loss": 0.5, "rank": float(self._rank)}, tokens=1, train_s=0.0
                 )
-                return Trained(step=batch.step, part=batch.part, metrics=metrics)
-            case Measure(step=step, groups=groups):
+                return training.Trained(step=batch.step, part=batch.part, metrics=metrics)
+            case training.Measure(step=step, groups=groups):
                 assert step == self.step
                 assert all(
                     trajectory.sequences for group in groups for trajectory in group.trajectories
                 )
                 self._take_faults(step)
                 if take_fault(self._model, f"nan-measure-{step}"):
-                    return TrainFailed(error="no number", nonfinite=True)
+                    return training.TrainFailed(error="no number", nonfinite=True)
                 if take_fault(self._model, f"fail-measure-{step}"):
-                    return TrainFailed(error="no luck")
-                return Measured(
+                    return training.TrainFailed(error="no luck")
+                return training.Measured(
                     ratios=tuple(1.0 / (len(groups) - place) for place in range(len(groups)))
                 )
-            case Publish(version=version, publication_id=publication_id):
+            case training.Publish(version=version, publication_id=publication_id):
                 manifest = WeightManifest(
                     version=version,
                     publication_id=publication_id,
@@ -150,27 +131,27 @@ class FakeTrainer:
                     nbytes=0,
                     digest="good",
                 )
-                return Published(manifest=manifest, publish_s=0.0)
-            case Save(path=path, background=True):
+                return training.Published(manifest=manifest, publish_s=0.0)
+            case training.Save(path=path, background=True):
                 self._copied = path
-                return Copied(path=path, copy_s=0.0)
-            case Save(path=path):
+                return training.Copied(path=path, copy_s=0.0)
+            case training.Save(path=path):
                 return self._save(path)
-            case Restore(path=path):
+            case training.Restore(path=path):
                 try:
                     self.step = json.loads((Path(path) / "trainer.json").read_text())["step"]
                 except OSError as error:
-                    return TrainFailed(error=str(error))
-                return Restored(step=self.step)
-            case StopTrainer():
+                    return training.TrainFailed(error=str(error))
+                return training.Restored(step=self.step)
+            case training.StopTrainer():
                 return None
 
 
-def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, FakeTrainer]:
-    return TrainerReady(parameters=7), FakeTrainer(spec, worker.rank)
+def build(spec: TrainerSpec, worker: Worker) -> tuple[training.TrainerReady, FakeTrainer]:
+    return training.TrainerReady(parameters=7), FakeTrainer(spec, worker.rank)
 
 
-def build_rank(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, FakeTrainer]:
+def build_rank(spec: TrainerSpec, worker: Worker) -> tuple[training.TrainerReady, FakeTrainer]:
     sign_in(spec.model)
     return build(spec, worker)
 

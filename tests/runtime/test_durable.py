@@ -22,15 +22,7 @@ from rollweave.schema import commands as c
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
-from tests.support.fake_runs import (
-    assert_trained_once,
-    fault,
-    killed,
-    lines,
-    make_config,
-    run,
-    run_dir,
-)
+from tests.support import fake_runs
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -60,82 +52,87 @@ def unwritten(journal: Path) -> None:
 def test_a_run_whose_journal_is_lost_does_not_start_afresh(
     tmp_path: Path, lose: Callable[[Path], None]
 ) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    lose(run_dir(config) / "journal.bin")
-    before = content(run_dir(config))
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    lose(fake_runs.run_dir(config) / "journal.bin")
+    before = content(fake_runs.run_dir(config))
     with pytest.raises(
         ConfigError,
         match=r"^--resume: .*/run holds steps 1, 2 of its checkpoints, [\d,]+ bytes of "
         r"trajectories, metrics.jsonl of trained steps, summary.json, but journal.bin (is "
         r"missing|has no complete record): .* nothing was changed; .* --fresh`",
     ):
-        run(config, resume=True)
-    assert content(run_dir(config)) == before
+        fake_runs.run(config, resume=True)
+    assert content(fake_runs.run_dir(config)) == before
 
 
 def test_a_run_without_events_starts_afresh(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=2)
+    config = fake_runs.make_config(tmp_path, steps=2)
     with RunDir.claim(config, resume=False) as directory:
         directory.write_config(config)
         directory.journal.touch()
-    assert run(config, resume=True).steps == 2
+    assert fake_runs.run(config, resume=True).steps == 2
 
 
 def test_the_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    config, other = make_config(tmp_path, steps=2), make_config(tmp_path / "other", steps=2)
-    run(config)
-    run(other)
-    shutil.copy(run_dir(other) / "journal.bin", run_dir(config) / "journal.bin")
-    before = content(run_dir(config))
+    config, other = (
+        fake_runs.make_config(tmp_path, steps=2),
+        fake_runs.make_config(tmp_path / "other", steps=2),
+    )
+    fake_runs.run(config)
+    fake_runs.run(other)
+    shutil.copy(fake_runs.run_dir(other) / "journal.bin", fake_runs.run_dir(config) / "journal.bin")
+    before = content(fake_runs.run_dir(config))
     with pytest.raises(
         ConfigError,
         match=r"journal.bin must be the journal of run \w{32}, as run.json says, got that of",
     ):
-        run(config, resume=True)
-    assert content(run_dir(config)) == before
+        fake_runs.run(config, resume=True)
+    assert content(fake_runs.run_dir(config)) == before
 
 
 def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    path = run_dir(config) / "run.json"
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    path = fake_runs.run_dir(config) / "run.json"
     before = read_identity(path)
     assert before is not None
     path.unlink()
-    run(make_config(tmp_path, steps=3), resume=True)
+    fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True)
     identity = read_identity(path)
     assert identity is not None
     assert (identity.id, identity.model) == (before.id, before.model)
-    (warning,) = [line for line in lines(config, "warning") if "run.json" in line["message"]]
+    (warning,) = [
+        line for line in fake_runs.lines(config, "warning") if "run.json" in line["message"]
+    ]
     assert warning["message"].startswith(
         "run.json is missing, so that journal and model were not checked"
     )
     path.write_text(json.dumps({"id": 7}))
     with pytest.raises(ConfigError, match=r"run.json must be readable and as the run wrote it"):
-        run(make_config(tmp_path, steps=3), resume=True)
+        fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True)
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize("kind", ["service", "simulation"])
 def test_a_service_or_simulation_is_not_resumed_as_training(tmp_path: Path, kind: str) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    path = run_dir(config) / "run.json"
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    path = fake_runs.run_dir(config) / "run.json"
     identity = read_identity(path)
     assert identity is not None
     write_identity(path, msgspec.structs.replace(identity, kind=kind))
     with pytest.raises(ConfigError, match=f"run holds a {kind}, which"):
-        run(config, resume=True)
+        fake_runs.run(config, resume=True)
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize("change", ["tokenizer.json", "config.json", "tokenizer_config.json"])
 def test_a_changed_model_file_is_named(tmp_path: Path, change: str) -> None:
-    config = make_config(tmp_path, steps=2)
+    config = fake_runs.make_config(tmp_path, steps=2)
     (tmp_path / "model" / "config.json").write_text('{"rope_theta": 10000.0}')
-    run(config)
+    fake_runs.run(config)
     path = tmp_path / "model" / change
     data = path.read_bytes()
     path.write_bytes(data.replace(b"1", b"2", 1) if b"1" in data else data[:-1])
@@ -143,16 +140,16 @@ def test_a_changed_model_file_is_named(tmp_path: Path, change: str) -> None:
         ConfigError,
         match=rf"the model must stay as the run began with it: {path} has changed; bring .*",
     ):
-        run(make_config(tmp_path, steps=3), resume=True)
+        fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True)
     path.unlink()
     with pytest.raises(ConfigError, match=rf"{path} is missing"):
-        run(make_config(tmp_path, steps=3), resume=True)
+        fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True)
     path.write_bytes(data)
     (tmp_path / "model" / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"model.safetensors was not there"):
-        run(make_config(tmp_path, steps=3), resume=True)
+        fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True)
     (tmp_path / "model" / "model.safetensors").unlink()
-    assert run(make_config(tmp_path, steps=3), resume=True).steps == 3
+    assert fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True).steps == 3
 
 
 def boundaries(journal: Path) -> list[int]:
@@ -165,10 +162,10 @@ def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(tmp_pat
     """The slow reference replays the whole journal, and records after each event which
     checkpoints were ever requested.
     """
-    config = make_config(tmp_path, steps=4, run={"checkpoint_every": 2})
-    fault(config, "kill-controller-3")
-    killed(config)
-    directory = RunDir(run_dir(config))
+    config = fake_runs.make_config(tmp_path, steps=4, run={"checkpoint_every": 2})
+    fake_runs.fault(config, "kill-controller-3")
+    fake_runs.killed(config)
+    directory = RunDir(fake_runs.run_dir(config))
     content, there = directory.journal.read_bytes(), {0, 2}
     assert there == {
         int(path.name.removeprefix("step-")) for path in directory.checkpoints.iterdir()
@@ -195,8 +192,8 @@ def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(tmp_pat
         assert directory.journal.read_bytes() == content[:end]
     assert outcomes == {"named", "resumed"}
     directory.journal.write_bytes(content)
-    assert run(config, resume=True).steps == 4
-    assert_trained_once(config)
+    assert fake_runs.run(config, resume=True).steps == 4
+    fake_runs.assert_trained_once(config)
 
 
 def test_the_journal_is_synced_before_a_checkpoint_is_written(
@@ -205,24 +202,24 @@ def test_the_journal_is_synced_before_a_checkpoint_is_written(
     """A power loss must not leave a checkpoint that the journal did not request:
     resuming would be refused.
     """
-    config = make_config(tmp_path, steps=2)
+    config = fake_runs.make_config(tmp_path, steps=2)
     sync, synced_files = RunJournal.sync, set[str]()
 
     def watched(journal: RunJournal) -> None:
         sync(journal)
         synced_files.update(
             f"step-{one.step:06d}"
-            for _, _, commands in Replay(RunDir(run_dir(config)).journal, config)
+            for _, _, commands in Replay(RunDir(fake_runs.run_dir(config)).journal, config)
             for one in commands
             if isinstance(one, c.SaveCheckpoint)
         )
-        written = {path.name[:11] for path in (run_dir(config) / "checkpoints").iterdir()}
+        written = {path.name[:11] for path in (fake_runs.run_dir(config) / "checkpoints").iterdir()}
         assert written <= synced_files
         synced.append(len(synced_files))
 
     synced: list[int] = []
     monkeypatch.setattr(RunJournal, "sync", watched)
-    run(config)
+    fake_runs.run(config)
     # at the start, and before and after each save; one may be requested while another
     # is written
     assert (synced[:2], synced[-1], len(synced)) == ([0, 1], 3, 7), synced
@@ -234,12 +231,12 @@ def test_an_epoch_of_the_trainer_is_on_the_disk_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool
 ) -> None:
     """Otherwise a power loss could make a resumed run count it again."""
-    config = make_config(tmp_path, steps=3)
+    config = fake_runs.make_config(tmp_path, steps=3)
     if resume:
-        fault(config, "kill-controller-1")
-        killed(config)
-    fault(config, "kill-trainer-2")
-    journal, on_disk, named = RunDir(run_dir(config)).journal, [0], [False]
+        fake_runs.fault(config, "kill-controller-1")
+        fake_runs.killed(config)
+    fake_runs.fault(config, "kill-trainer-2")
+    journal, on_disk, named = RunDir(fake_runs.run_dir(config)).journal, [0], [False]
     fsync, trainer = os.fsync, Processes.trainer
     began: list[int] = []
 
@@ -260,25 +257,25 @@ def test_an_epoch_of_the_trainer_is_on_the_disk_before_it_begins(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Processes, "trainer", begin)
-    assert run(config, resume=resume).steps == 3
+    assert fake_runs.run(config, resume=resume).steps == 3
     assert began == ([1, 2] if resume else [0, 1])
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    shutil.rmtree(run_dir(config) / "checkpoints")
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    shutil.rmtree(fake_runs.run_dir(config) / "checkpoints")
     with pytest.raises(
         ConfigError,
         match=r"checkpoints must hold step 2, where journal.bin resumes, found no checkpoint; ",
     ):
-        run(make_config(tmp_path, steps=3), resume=True)
+        fake_runs.run(fake_runs.make_config(tmp_path, steps=3), resume=True)
 
 
 def test_a_journal_without_its_snapshot_is_named(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    journal = run_dir(config) / "journal.bin"
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    journal = fake_runs.run_dir(config) / "journal.bin"
     events = list(JOURNAL.scan(journal))[1:]
     data = JOURNAL.header
     for record in events:
@@ -288,17 +285,17 @@ def test_a_journal_without_its_snapshot_is_named(tmp_path: Path) -> None:
         CorruptJournalError,
         match=r"must begin with a snapshot or RunStarted, got \w+: its beginning is lost",
     ):
-        run(config, resume=True)
+        fake_runs.run(config, resume=True)
     journal.write_bytes(JOURNAL.header + JOURNAL.record(SNAPSHOT, b"?", len(JOURNAL.header)))
     with pytest.raises(CorruptJournalError, match="its snapshot does not decode"):
-        run(config, resume=True)
+        fake_runs.run(config, resume=True)
 
 
 def test_a_damaged_segment_put_aside_loses_only_its_trajectories(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=4)
-    fault(config, "kill-controller-2")
-    killed(config)
-    segment = run_dir(config) / "trajectories" / "000000.bin"
+    config = fake_runs.make_config(tmp_path, steps=4)
+    fake_runs.fault(config, "kill-controller-2")
+    fake_runs.killed(config)
+    segment = fake_runs.run_dir(config) / "trajectories" / "000000.bin"
     data = bytearray(segment.read_bytes())
     data[0] ^= 1  # in the magic of the newest segment
     segment.write_bytes(data)
@@ -306,24 +303,24 @@ def test_a_damaged_segment_put_aside_loses_only_its_trajectories(tmp_path: Path)
         CorruptJournalError,
         match=rf"{segment}: is not a segment of trajectories .* `mv .*\.damaged`",
     ):
-        run(config, resume=True)
+        fake_runs.run(config, resume=True)
     assert segment.read_bytes() == data
     segment.rename(f"{segment}.damaged")
-    summary = run(config, resume=True)
+    summary = fake_runs.run(config, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
     assert Path(f"{segment}.damaged").read_bytes() == data
 
 
 def warnings(config: RunConfig) -> dict[str, str]:
-    return {line["component"]: line["message"] for line in lines(config, "warning")}
+    return {line["component"]: line["message"] for line in fake_runs.lines(config, "warning")}
 
 
 def test_a_missing_segment_is_named_and_its_trajectories_counted(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=4)
-    fault(config, "kill-controller-2")
-    killed(config)
-    (run_dir(config) / "trajectories" / "000000.bin").unlink()
-    directory = RunDir(run_dir(config))
+    config = fake_runs.make_config(tmp_path, steps=4)
+    fake_runs.fault(config, "kill-controller-2")
+    fake_runs.killed(config)
+    (fake_runs.run_dir(config) / "trajectories" / "000000.bin").unlink()
+    directory = RunDir(fake_runs.run_dir(config))
     with TrajectoryStore(directory.trajectories) as store:
         beginning = recover(config, directory, store)
     assert beginning.missing
@@ -343,13 +340,13 @@ def test_a_missing_segment_is_named_and_its_trajectories_counted(tmp_path: Path)
 @pytest.mark.variants
 @pytest.mark.parametrize("content", [None, b"\xff\x00garbage\n" * 9, b"\x07"])
 def test_missing_metrics_are_named(tmp_path: Path, content: bytes | None) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    path = run_dir(config) / "metrics.jsonl"
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    path = fake_runs.run_dir(config) / "metrics.jsonl"
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    (doubt,) = rebuild(config, RunDir(run_dir(config))).doubts
+    (doubt,) = rebuild(config, RunDir(fake_runs.run_dir(config))).doubts
     assert (
         doubt.message
         == "metrics.jsonl has no readable line of 2 trained steps from 0 to 1: the report lacks "
@@ -358,11 +355,11 @@ def test_missing_metrics_are_named(tmp_path: Path, content: bytes | None) -> Non
 
 
 def test_an_edited_configuration_is_reported_with_its_former_values(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=2)
-    run(config)
-    directory = RunDir(run_dir(config))
+    config = fake_runs.make_config(tmp_path, steps=2)
+    fake_runs.run(config)
+    directory = RunDir(fake_runs.run_dir(config))
     assert rebuild(config, directory).doubts == ()
-    edited = make_config(tmp_path, steps=2, trainer={"lr": 0.5})
+    edited = fake_runs.make_config(tmp_path, steps=2, trainer={"lr": 0.5})
     directory.write_config(edited)
     beginning = rebuild(edited, directory)
     assert beginning.changes == ("trainer.lr: 1e-05 → 0.5",)
@@ -370,20 +367,20 @@ def test_an_edited_configuration_is_reported_with_its_former_values(tmp_path: Pa
         "config.toml has changed since the run wrote it: trainer.lr: 1e-05 → 0.5"
     ]
     assert beginning.differing == 0
-    run(make_config(tmp_path, steps=3, trainer={"lr": 0.5}), resume=True)
+    fake_runs.run(fake_runs.make_config(tmp_path, steps=3, trainer={"lr": 0.5}), resume=True)
     assert "config.toml has changed" in warnings(config)["config"]
     assert rebuild(load(directory.config), directory).doubts == ()
 
 
 def test_a_torn_record_is_cut_off_with_a_warning(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=4)
-    fault(config, "kill-controller-2")
-    killed(config)
+    config = fake_runs.make_config(tmp_path, steps=4)
+    fake_runs.fault(config, "kill-controller-2")
+    fake_runs.killed(config)
     for name in ("journal.bin", "trajectories/000000.bin"):
-        with (run_dir(config) / name).open("ab") as file:
+        with (fake_runs.run_dir(config) / name).open("ab") as file:
             file.write(b"\x05\0\0")
-    assert run(config, resume=True).steps == 4
-    messages = {line["component"]: line["message"] for line in lines(config, "warning")}
+    assert fake_runs.run(config, resume=True).steps == 4
+    messages = {line["component"]: line["message"] for line in fake_runs.lines(config, "warning")}
     for name in ("journal", "trajectories"):
         assert (
             messages[name]

@@ -14,16 +14,7 @@ from rollweave.record.journal import Replay
 from rollweave.schema.commands import Command, RemoveWorker, RestartWorker
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
-from tests.support.fake_runs import (
-    assert_no_processes,
-    assert_trained_once,
-    fault,
-    killed,
-    lines,
-    replay,
-    run,
-    run_dir,
-)
+from tests.support import fake_runs
 from tests.support.worker_runs import LIMIT_S, gone, located, outcomes, places
 
 
@@ -64,7 +55,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def commands_of(config: RunConfig, kind: type[Command]) -> list[Command]:
     """Return all commands of a kind, in order."""
-    events = Replay(run_dir(config) / "journal.bin", config)
+    events = Replay(fake_runs.run_dir(config) / "journal.bin", config)
     return [one for *_, commands in events for one in commands if isinstance(one, kind)]
 
 
@@ -73,17 +64,17 @@ def test_workers_start_from_zero_when_attempts_need_them(tmp_path: Path) -> None
     thread = while_running(
         config, lambda _: until(lambda: len(places(config, "reset")) == 2, "two workers")
     )
-    summary = run(config)
+    summary = fake_runs.run(config)
     thread.join()
     assert (summary.error, summary.watchdog) == ("", {})
     assert summary.workers["starts"] == 2
     assert 0 < summary.workers["seconds"] < 2 * summary.wall_s
-    step = lines(config, "step")[0]["workers"]
+    step = fake_runs.lines(config, "step")[0]["workers"]
     assert (step["running"], step["wanted"]) == (2, 2)
     assert gone(places(config, "reset"))
-    assert_trained_once(config)
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_trained_once(config)
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 def test_a_worker_that_is_killed_while_the_other_starts_costs_only_its_attempts(
@@ -98,15 +89,15 @@ def test_a_worker_that_is_killed_while_the_other_starts_costs_only_its_attempts(
         os.kill(struck[0], signal.SIGKILL)
 
     thread = while_running(config, strike)
-    summary = run(config)
+    summary = fake_runs.run(config)
     thread.join()
     assert summary.error == ""
     assert summary.account.balanced
     assert summary.watchdog["worker_restarted"] == 1
     assert StopReason.WORKER_LOST in {stop for *_, stop in outcomes(config).values()}
     assert gone(places(config, "reset"))
-    assert_trained_once(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_trained_once(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 def test_workers_end_while_the_trainer_works_and_start_again_after_it(
@@ -129,7 +120,7 @@ def test_workers_end_while_the_trainer_works_and_start_again_after_it(
 
     thread = while_running(config, act)
     try:
-        summary = run(config)
+        summary = fake_runs.run(config)
     finally:
         hold.unlink(missing_ok=True)
         thread.join()
@@ -139,23 +130,23 @@ def test_workers_end_while_the_trainer_works_and_start_again_after_it(
     started, ended = commands_of(config, RestartWorker), commands_of(config, RemoveWorker)
     assert summary.workers["starts"] == len(started) >= 4
     assert len(ended) >= 2
-    assert_trained_once(config)
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_trained_once(config)
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 @pytest.mark.extended
 def test_a_resumed_run_starts_workers_from_zero_again(tmp_path: Path) -> None:
     config = elastic(tmp_path / "run")
     (Path(config.tasks[0].options["where"]) / "open").touch()
-    fault(config, "kill-controller-2")
-    killed(config)
+    fake_runs.fault(config, "kill-controller-2")
+    fake_runs.killed(config)
     before = places(config, "reset")
     assert before
-    summary = run(config, resume=True)
+    summary = fake_runs.run(config, resume=True)
     assert summary.error == ""
     assert summary.account.balanced
     assert places(config, "reset") - before
     assert summary.workers["starts"] >= 2
-    assert_trained_once(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_trained_once(config)
+    assert fake_runs.replay(config).differing == 0

@@ -136,10 +136,8 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
         assert code == 0
         assert text.splitlines()[0] == "e2: starting"
         life.serving("e0", "e1", "e2")
-        assert (life.engines()["e2"]["joined"], life.engines()["e2"]["host"]) == (
-            True,
-            0 if relays else None,
-        )
+        expected = (True, 0 if relays else None)
+        assert (life.engines()["e2"]["joined"], life.engines()["e2"]["host"]) == expected
         life.wait_for_turns_of("e2")
         gate.touch()
         summary = life.finish()

@@ -210,7 +210,5 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     metrics = Metrics(path, clock=lambda: 1.0, state=State, progress=Silent())
     metrics.event("resumed")
     metrics.close()
-    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == [
-        "started",
-        "resumed",
-    ]
+    expected = ["started", "resumed"]
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == expected

@@ -17,19 +17,11 @@ import pytest
 from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.transfer import REQUEST
 from rollweave.io.child import child_of
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import RemoveEngine, RestartEngine
 from rollweave.schema.errors import EngineLostError, KvError
 from rollweave.schema.events import EngineJoined, EngineLost, EngineSlot
-from rollweave.schema.serving import (
-    EngineSpec,
-    GenerateResult,
-    KvManifest,
-    KvPort,
-    KvTransport,
-    Ready,
-    StepTime,
-)
 from tests.support.echo_engine import kv_manifest
 from tests.support.engines import environment
 from tests.support.migration import A, B, Stage, staged
@@ -53,16 +45,16 @@ class Scripted(OneWordEngine):
         self.kv: Any = None
         self.released: list[tuple[str, bool]] = []  # True if abandoned
 
-    async def ready(self) -> Ready:
-        profile = (StepTime(batch=1, seconds=0.5),)
-        return Ready(
+    async def ready(self) -> s.Ready:
+        profile = (s.StepTime(batch=1, seconds=0.5),)
+        return s.Ready(
             version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000, profile=profile
         )
 
-    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: s.KvTransport) -> s.KvManifest:
         return await self._play()  # type: ignore[no-any-return]
 
-    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+    async def import_kv(self, tokens: Sequence[int], manifest: s.KvManifest) -> int:
         return await self._play()  # type: ignore[no-any-return]
 
     def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
@@ -92,16 +84,14 @@ async def test_a_migration_is_reported_traced_and_released(tmp_path: Path) -> No
         assert (done.moved_tokens, done.error) == (48, "")
         assert stage.engines.backend(A).released == [("kv7", False)]  # type: ignore[union-attr]
         (span,) = (span for span in stage.spans() if "tokens" in span["name"])
-        assert (span["name"], span["args"]) == (
-            "48 tokens from a",
-            {"trajectory": "t/2", "error": ""},
-        )
+        expected = ("48 tokens from a", {"trajectory": "t/2", "error": ""})
+        assert (span["name"], span["args"]) == expected
 
 
 async def test_an_engines_profile_is_reported(tmp_path: Path) -> None:
     async with scripted(tmp_path) as stage:
         for joined in await stage.until(EngineJoined, 2):
-            assert joined.profile == (StepTime(batch=1, seconds=0.5),)
+            assert joined.profile == (s.StepTime(batch=1, seconds=0.5),)
 
 
 async def test_every_failure_is_reported_once(tmp_path: Path) -> None:
@@ -175,7 +165,7 @@ class Meddled:
     it.
     """
 
-    meddle: Callable[[KvManifest], Awaitable[KvManifest]] | None = None
+    meddle: Callable[[s.KvManifest], Awaitable[s.KvManifest]] | None = None
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -183,7 +173,7 @@ class Meddled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
-    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: s.KvTransport) -> s.KvManifest:
         manifest = await self.client.export_kv(tokens, over)
         return manifest if self.meddle is None else await self.meddle(manifest)
 
@@ -204,7 +194,7 @@ def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManage
     """Run engines in processes."""
 
     def make(slot: EngineSlot, epoch: int) -> Meddled:
-        of = EngineSpec(id=slot.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
+        of = s.EngineSpec(id=slot.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model_ready.set_result(None)
         module, log = "rollweave.runtime.entrypoints.engine", path / f"{slot.id}.log"
@@ -215,9 +205,9 @@ def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManage
     return staged(make, path, **options)
 
 
-async def run_turn(engine: Any, tokens: Sequence[int], **sampling: Any) -> GenerateResult:
+async def run_turn(engine: Any, tokens: Sequence[int], **sampling: Any) -> s.GenerateResult:
     """Run one turn."""
-    result: GenerateResult = await engine.generate(
+    result: s.GenerateResult = await engine.generate(
         request("turn", tokens, max_tokens=9, **sampling)
     )
     return result
@@ -226,7 +216,7 @@ async def run_turn(engine: Any, tokens: Sequence[int], **sampling: Any) -> Gener
 @pytest.mark.variants
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_a_migrated_trajectory_samples_the_same_tokens(
-    model: str, tmp_path: Path, over: KvTransport
+    model: str, tmp_path: Path, over: s.KvTransport
 ) -> None:
     async with living(model, tmp_path, kv_over=over) as stage:
         a, b = stage.engines.backend(A), stage.engines.backend(B)
@@ -247,12 +237,12 @@ async def test_a_migrated_trajectory_samples_the_same_tokens(
             assert back.moved_tokens == (len(context) + len(moved.tokens) - 1) // BLOCK * BLOCK
 
 
-async def half_way(manifest: KvManifest, then: Callable[[], None]) -> KvManifest:
+async def half_way(manifest: s.KvManifest, then: Callable[[], None]) -> s.KvManifest:
     """Offer the same KV through our own port, which calls `then` when some of it has
     arrived and the source still has most of it.
     """
     port = manifest.where
-    assert isinstance(port, KvPort)
+    assert isinstance(port, s.KvPort)
     loop = asyncio.get_running_loop()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -299,7 +289,7 @@ async def test_a_source_is_killed_before_its_memory_was_opened(model: str, tmp_p
         source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
 
-        async def kill(manifest: KvManifest) -> KvManifest:
+        async def kill(manifest: s.KvManifest) -> s.KvManifest:
             source.send(signal.SIGKILL)
             await source.lost
             return manifest
@@ -318,13 +308,13 @@ async def test_a_source_is_killed_while_it_sends(model: str, tmp_path: Path) -> 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("over", ["shm", "tcp"])
-async def test_a_source_hangs(model: str, tmp_path: Path, over: KvTransport) -> None:
+async def test_a_source_hangs(model: str, tmp_path: Path, over: s.KvTransport) -> None:
     """It hangs before it has exported anything, or with the target connected to it."""
     async with living(model, tmp_path, kv_over=over, migration_s=1.0) as stage:
         source = stage.engines.backend(A)
         assert isinstance(source, Meddled)
 
-        async def stop(manifest: KvManifest) -> KvManifest:
+        async def stop(manifest: s.KvManifest) -> s.KvManifest:
             source.send(signal.SIGSTOP)
             return manifest
 
@@ -353,10 +343,8 @@ async def test_a_target_is_killed_while_it_receives(model: str, tmp_path: Path) 
         assert "SIGKILL" in (await stage.migrate(TOKENS)).error
         assert len(await stage.until(EngineLost)) == 1
         after = await run_turn(source, TOKENS, seed=7)
-        assert (after.tokens, after.cached_tokens) == (
-            before.tokens,
-            (len(TOKENS) - 1) // BLOCK * BLOCK,
-        )
+        assert after.tokens == before.tokens
+        assert after.cached_tokens == (len(TOKENS) - 1) // BLOCK * BLOCK
         stage.engines.restart(RestartEngine(engine_id=B, degree=1, epoch=1, reason="test"))
         await stage.until(EngineJoined, 3)
         source.meddle = None

@@ -12,16 +12,7 @@ from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.support.fake_runs import (
-    assert_no_processes,
-    controller,
-    fault,
-    lines,
-    make_config,
-    run,
-    run_dir,
-    trained,
-)
+from tests.support import fake_runs
 from tests.support.referee import Referee
 
 STEPS = 12
@@ -35,7 +26,7 @@ def by_ratio(directory: Path) -> RunConfig:
     """Return a configuration that trains one group of two per step, of up to eight that
     wait, with one engine so that nothing is consolidated.
     """
-    config = make_config(
+    config = fake_runs.make_config(
         directory,
         steps=STEPS,
         rollout={"mode": "decoupled", "groups_per_step": 1, "max_running": 16},
@@ -48,7 +39,7 @@ def by_ratio(directory: Path) -> RunConfig:
 
 
 def assert_trained_once(config: RunConfig) -> None:
-    steps = trained(config)
+    steps = fake_runs.trained(config)
     assert sorted(steps) == list(range(STEPS))
     ids = [name for batch in steps.values() for name in batch]
     assert len(ids) == len(set(ids)) == 2 * STEPS
@@ -58,7 +49,7 @@ def choices(config: RunConfig) -> int:
     """Return the steps that were chosen by ratio: of the groups that the fake trainer
     measured, each took the last one, which it reports as nearest.
     """
-    history = list(Replay(run_dir(config) / "journal.bin", config))
+    history = list(Replay(fake_runs.run_dir(config) / "journal.bin", config))
     Referee().watch(history)
     count, last = 0, ""
     for _, event, commands in history:
@@ -73,52 +64,54 @@ def choices(config: RunConfig) -> int:
 
 def test_steps_train_the_nearest_groups(tmp_path: Path) -> None:
     config = by_ratio(tmp_path)
-    summary = run(config)
+    summary = fake_runs.run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
     assert_trained_once(config)
     assert choices(config) >= 3
     assert "measuring" in summary.idle["trainer"]
-    spans = json.loads((run_dir(config) / "trace.json").read_text())
+    spans = json.loads((fake_runs.run_dir(config) / "trace.json").read_text())
     measured = [span for span in spans if span.get("name", "").startswith("measure ")]
     assert measured[0]["name"] == "measure 1.0"
     assert measured[0]["args"]["groups"] > 1
-    assert_no_processes(config)
+    fake_runs.assert_no_processes(config)
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize("what", ["kill-trainer-2", "fail-measure-2"])
 def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, what: str) -> None:
     config = by_ratio(tmp_path)
-    fault(config, what)
-    summary = run(config)
+    fake_runs.fault(config, what)
+    summary = fake_runs.run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
     assert summary.watchdog["trainer_restarted"] == 1
-    (warning,) = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    (warning,) = [
+        line for line in fake_runs.lines(config, "warning") if "restarted" in line["message"]
+    ]
     assert ("step 2 failed: no luck" if what.startswith("fail") else "SIGKILL") in warning[
         "message"
     ]
     assert_trained_once(config)
     assert choices(config) >= 3
-    assert_no_processes(config)
+    fake_runs.assert_no_processes(config)
 
 
 def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
     config = by_ratio(tmp_path)
-    fault(config, "nan-measure-2")
-    summary = run(config)
+    fake_runs.fault(config, "nan-measure-2")
+    summary = fake_runs.run(config)
     assert summary.error.startswith("step 2: no number; batch of groups g")
     assert "last good checkpoint: step 2" in summary.error  # it may still be written
     assert summary.account.balanced
-    assert_no_processes(config)
-    assert run(config, resume=True).steps == STEPS
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.run(config, resume=True).steps == STEPS
 
 
 def test_a_controller_lost_while_the_trainer_measures_resumes(tmp_path: Path) -> None:
     config = by_ratio(tmp_path)
-    fault(config, "kill-controller-2")
-    assert controller(config).wait(60) == -signal.SIGKILL
-    assert_no_processes(config)
-    summary = run(config, resume=True)
+    fake_runs.fault(config, "kill-controller-2")
+    assert fake_runs.controller(config).wait(60) == -signal.SIGKILL
+    fake_runs.assert_no_processes(config)
+    summary = fake_runs.run(config, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
-    assert lines(config, "resumed")[0]["differing"] == 0
+    assert fake_runs.lines(config, "resumed")[0]["differing"] == 0
     assert_trained_once(config)

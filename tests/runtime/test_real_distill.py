@@ -20,16 +20,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.work import Purpose
 from rollweave.train.scratch import build_checkpoint
-from tests.support.real_runs import (
-    GROUPS,
-    MEMBERS,
-    check_totals,
-    lake,
-    lines,
-    living,
-    run_dir,
-    run_to_end,
-)
+from tests.support import real_runs
 from tests.support.tiny_models import oracle_logprobs
 
 pytestmark = pytest.mark.slow
@@ -64,7 +55,7 @@ def served(model: Path, token_file: Path) -> Iterator[str]:
 
 
 def taught(directory: Path, url: str, **sections: Any) -> RunConfig:
-    return lake(
+    return real_runs.lake(
         directory,
         algorithm={"advantage": "distill"},
         teacher={"url": url},
@@ -83,11 +74,11 @@ def test_a_student_learns_from_a_teacher(
     with served(model, token) as url:
         monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
         config = taught(tmp_path, url, run={"steps": 12}, workers={"count": workers})
-        check_totals(config, run_to_end(config))
-    kl = [line["trainer"]["kl_teacher"] for line in lines(config, "step")]
+        real_runs.check_totals(config, real_runs.run_to_end(config))
+    kl = [line["trainer"]["kl_teacher"] for line in real_runs.lines(config, "step")]
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
     teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    reader = TrajectoryReader(real_runs.run_dir(config) / "trajectories")
     compared = 0
     for entry in reader.entries:
         for sequence in reader.load(entry).sequences:
@@ -99,7 +90,7 @@ def test_a_student_learns_from_a_teacher(
             for at, sampled in enumerate(sequence.output_mask()):
                 want = rows[at - 1, sequence.tokens[at]].item() if sampled else 0.0
                 assert sequence.teacher[at] == pytest.approx(want, abs=EXACT)
-    assert compared >= 12 * GROUPS * MEMBERS
+    assert compared >= 12 * real_runs.GROUPS * real_runs.MEMBERS
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_before_the_run(
@@ -109,7 +100,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_run(
     model, token = checkpoint(tmp_path / "teacher", words), tmp_path / "token"
     with served(model, token) as url:
         monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
-        with living(taught(tmp_path, url)) as life:
+        with real_runs.living(taught(tmp_path, url)) as life:
             assert life.end() == 2
             (error,) = life.errors
     assert error.startswith("error: teacher: ")
@@ -125,13 +116,13 @@ def test_a_teacher_that_is_lost_ends_attempts_and_then_the_run(
         url = stack.enter_context(served(model, token))
         monkeypatch.setenv("ROLLWEAVE_TEACHER_TOKEN", token.read_text().strip())
         config = taught(tmp_path, url, run={"steps": 1000}, rollout={"retries": 0})
-        with living(config, program=__name__) as life:  # whose teacher must answer sooner
+        with real_runs.living(config, program=__name__) as life:  # whose teacher must answer sooner
             life.until(lambda core: core.state.trainer.step >= 1, "a step")
             stack.close()
             assert life.end() == 1
             (error,) = life.errors
     assert f"teacher {url} gave no log-probs within 1 s" in error
-    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    reader = TrajectoryReader(real_runs.run_dir(config) / "trajectories")
     failed = [
         trajectory
         for entry in reader.entries

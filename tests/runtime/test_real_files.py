@@ -21,24 +21,8 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineSlot, WorldLost
+from tests.support import real_runs
 from tests.support.mounts import can_mount
-from tests.support.real_runs import (
-    GROUPS,
-    MEMBERS,
-    ROOT,
-    Lineage,
-    at_gate,
-    check_totals,
-    copied,
-    hazardous,
-    lake,
-    lines,
-    living,
-    replayed,
-    run_dir,
-    run_to_end,
-    summary,
-)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,7 +49,7 @@ def test_a_full_disk_stops_the_run_until_there_is_space(
         where,
         str(spare),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=real_runs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "final checkpoint" in done.stdout
@@ -82,14 +66,14 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Return a run of six steps that was killed in the middle."""
     directory = tmp_path_factory.mktemp("former")
     gate = directory / "gate"
-    config = hazardous(
+    config = real_runs.hazardous(
         directory, {"gate": str(gate), "at": 150}, run={"steps": 6}, eval={"every": 0}
     )
-    with living(config) as life:
-        at_gate(life, gate)
+    with real_runs.living(config) as life:
+        real_runs.at_gate(life, gate)
         life.kill()
     gate.touch()
-    core = replayed(config)
+    core = real_runs.replayed(config)
     assert core is not None
     assert core.state.checkpoints.newest is not None
     assert 2 <= core.state.checkpoints.newest < 6
@@ -107,9 +91,9 @@ def cut(path: Path, place: int) -> None:
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
-    core = replayed(config)
+    core = real_runs.replayed(config)
     assert core is not None
-    return run_dir(config) / "checkpoints" / f"step-{core.state.checkpoints.newest:06d}"
+    return real_runs.run_dir(config) / "checkpoints" / f"step-{core.state.checkpoints.newest:06d}"
 
 
 @pytest.mark.parametrize("damage", [flip, cut])
@@ -117,16 +101,18 @@ def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
     former: RunConfig, tmp_path: Path, damage: Any
 ) -> None:
     rng = random.Random(str(damage))
-    config, lineage = copied(former, tmp_path), Lineage()
+    config, lineage = real_runs.copied(former, tmp_path), real_runs.Lineage()
     lineage.take(config)
     checkpoint = newest_checkpoint(config)
     file = rng.choice(sorted(file for file in checkpoint.iterdir() if file.is_file()))
     damage(file, rng.randrange(file.stat().st_size))
-    result = run_to_end(config, resume=True)
-    check_totals(config, result)
+    result = real_runs.run_to_end(config, resume=True)
+    real_runs.check_totals(config, result)
     assert result["watchdog"]["checkpoint_damaged"] == 1
     (warning,) = (
-        line["message"] for line in lines(config, "warning") if line["component"] == "trainer"
+        line["message"]
+        for line in real_runs.lines(config, "warning")
+        if line["component"] == "trainer"
     )
     assert "back at checkpoint" in warning
     assert checkpoint.name.removeprefix("step-").lstrip("0") in warning
@@ -137,15 +123,15 @@ def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
 def test_without_a_readable_checkpoint_there_is_one_error(
     former: RunConfig, tmp_path: Path
 ) -> None:
-    config = copied(former, tmp_path)
-    for checkpoint in (run_dir(config) / "checkpoints").glob("step-??????"):
+    config = real_runs.copied(former, tmp_path)
+    for checkpoint in (real_runs.run_dir(config) / "checkpoints").glob("step-??????"):
         cut(checkpoint / "model.safetensors", 1000)
-    with living(config, resume=True) as life:
+    with real_runs.living(config, resume=True) as life:
         assert life.end() == 1
         (error,) = life.errors
     assert error.count("cannot be restored") == 2
     assert "model.safetensors does not match its digest" in error
-    assert summary(config)["watchdog"] == {}
+    assert real_runs.summary(config)["watchdog"] == {}
 
 
 @pytest.mark.parametrize("damage", [flip, cut])
@@ -156,7 +142,7 @@ def test_a_damaged_journal_is_one_error_or_resumes(
     places is tried with the run itself.
     """
     rng = random.Random(str(damage))
-    journal = run_dir(former) / "journal.bin"
+    journal = real_runs.run_dir(former) / "journal.bin"
     content = journal.read_bytes()
     path = tmp_path / "journal.bin"
     refused = 0
@@ -173,13 +159,14 @@ def test_a_damaged_journal_is_one_error_or_resumes(
         core.check()
         assert core.account().balanced
     assert (refused > 0) == (damage is flip)
-    config = copied(former, tmp_path)
+    config = real_runs.copied(former, tmp_path)
     damage(
-        run_dir(config) / "journal.bin", len(content) - 100 if damage is cut else len(content) // 2
+        real_runs.run_dir(config) / "journal.bin",
+        len(content) - 100 if damage is cut else len(content) // 2,
     )
-    with living(config, resume=True) as life:
+    with real_runs.living(config, resume=True) as life:
         if damage is cut:
-            check_totals(config, life.finish())
+            real_runs.check_totals(config, life.finish())
         else:
             assert life.end() == 1
             (error,) = life.errors
@@ -199,12 +186,14 @@ def test_a_long_life_keeps_its_journal_small(
     monkeypatch.setattr(launch, "World", functools.partial(World, compact_bytes=limit))
     sizes = []
     for steps in (20, 40, 60):
-        config = lake(tmp_path, run={"steps": steps, "checkpoint_every": 2}, eval={"every": 0})
+        config = real_runs.lake(
+            tmp_path, run={"steps": steps, "checkpoint_every": 2}, eval={"every": 0}
+        )
         result = launch.train(config, resume=steps > 20, inproc=True)
         assert (result.error, result.steps, result.account.balanced) == ("", steps, True)
-        assert result.account.trained == GROUPS * MEMBERS * steps
-        sizes.append((run_dir(config) / "journal.bin").stat().st_size)
-        core = replayed(config)
+        assert result.account.trained == real_runs.GROUPS * real_runs.MEMBERS * steps
+        sizes.append((real_runs.run_dir(config) / "journal.bin").stat().st_size)
+        core = real_runs.replayed(config)
         assert core is not None
         assert len(core.snapshot()) < limit
     assert max(sizes) < 4 * limit, sizes

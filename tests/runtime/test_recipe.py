@@ -68,10 +68,8 @@ def test_problems_of_gsm8k_are_converted(tmp_path: Path) -> None:
     ]
     done = convert(write(tmp_path / "a.jsonl", given))
     assert (done.returncode, done.stderr) == (0, "")
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
-        {"problem": "How many?", "answer": "1,004"},
-        {"problem": "Which?", "answer": "-3"},
-    ]
+    expected = [{"problem": "How many?", "answer": "1,004"}, {"problem": "Which?", "answer": "-3"}]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
 
 
 def test_fields_are_named_where_they_differ(tmp_path: Path) -> None:

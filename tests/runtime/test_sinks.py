@@ -73,10 +73,8 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     first, second = module.started
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"
-    assert module.logged == [
-        {"reward": 0.5, "training_step": 1},
-        {"reward": 0.5, "training_step": 2},
-    ]
+    expected = [{"reward": 0.5, "training_step": 1}, {"reward": 0.5, "training_step": 2}]
+    assert module.logged == expected
     assert (module.finished, set(module.axes)) == (2, {"training_step"})
 
 

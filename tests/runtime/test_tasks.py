@@ -84,9 +84,7 @@ async def test_a_long_wait_is_reported_with_its_line() -> None:
         )
     )
     try:
-        assert await asyncio.wait_for(lines.get(), 60) == (
-            "relay r1 on host b",
-            "waiting 41 s for relay r1 on host b: starting",
-        )
+        expected = ("relay r1 on host b", "waiting 41 s for relay r1 on host b: starting")
+        assert await asyncio.wait_for(lines.get(), 60) == expected
     finally:
         task.cancel()

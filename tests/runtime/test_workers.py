@@ -15,16 +15,7 @@ import pytest
 from rollweave.runtime.supervisors import workers as link
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
-from tests.support.fake_runs import (
-    assert_no_processes,
-    assert_trained_once,
-    lines,
-    replay,
-    run,
-    run_dir,
-    turns_done,
-    until_turns_done,
-)
+from tests.support import fake_runs
 from tests.support.worker_runs import LIMIT_S, gone, located, outcomes, places
 
 
@@ -35,10 +26,10 @@ def test_attempts_run_in_workers_as_in_the_controller(tmp_path: Path) -> None:
     mode = {"mode": "sync"}
     there = located(tmp_path / "there", rollout=mode)
     here = located(tmp_path / "here", workers=0, rollout=mode)
-    assert run(here).error == ""
+    assert fake_runs.run(here).error == ""
     for code in ("words", "make_task", "reset"):
         assert places(here, code) == {os.getpid()}
-    assert run(there).error == ""
+    assert fake_runs.run(there).error == ""
     pids = places(there, "reset")
     assert len(pids) == 2
     for code in ("words", "make_task", "score"):
@@ -46,19 +37,19 @@ def test_attempts_run_in_workers_as_in_the_controller(tmp_path: Path) -> None:
         assert places(there, code), code
     assert gone(pids)
     assert outcomes(there) == outcomes(here)
-    assert_trained_once(there)
-    assert_no_processes(there)
-    assert replay(there).differing == 0
+    fake_runs.assert_trained_once(there)
+    fake_runs.assert_no_processes(there)
+    assert fake_runs.replay(there).differing == 0
 
 
 @pytest.mark.extended
 def test_processes_of_environments_have_logs_by_worker(tmp_path: Path) -> None:
     config = located(tmp_path / "run", task={"isolation": "process"})
-    assert run(config).error == ""
-    logs = run_dir(config) / "logs"
+    assert fake_runs.run(config).error == ""
+    logs = fake_runs.run_dir(config) / "logs"
     written = {path.relative_to(logs).as_posix() for path in logs.rglob("env-*.log")}
     assert written >= {"w0/env-0.log", "w1/env-0.log"}
-    assert_no_processes(config)
+    fake_runs.assert_no_processes(config)
 
 
 @contextmanager
@@ -92,19 +83,21 @@ def test_a_lost_worker_costs_only_its_attempts(
     monkeypatch.setattr(link, "SILENT_S", 2.0)
     config = located(tmp_path / "run", workers=workers, is_open=False)
     with striking(config, number) as struck:
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
     assert summary.watchdog["worker_restarted"] == 1
-    (warning,) = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    (warning,) = [
+        line for line in fake_runs.lines(config, "warning") if "restarted" in line["message"]
+    ]
     reason = "SIGKILL" if number is signal.SIGKILL else "sent nothing for 2 s"
     assert reason in warning["message"]
     stored = [stop for *_, stop in outcomes(config).values()]
     assert stored.count(StopReason.WORKER_LOST) >= 1
     assert gone(places(config, "reset") | set(struck))
     assert len(places(config, "reset")) == workers + 1
-    assert_trained_once(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_trained_once(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 def test_attempts_of_a_killed_worker_continue(tmp_path: Path) -> None:
@@ -114,7 +107,7 @@ def test_attempts_of_a_killed_worker_continue(tmp_path: Path) -> None:
 
     def strike() -> None:
         try:
-            until_turns_done(config, 4)
+            fake_runs.until_turns_done(config, 4)
             os.kill(min(places(config, "reset")), signal.SIGKILL)
         finally:
             (where / "open").touch()
@@ -122,12 +115,12 @@ def test_attempts_of_a_killed_worker_continue(tmp_path: Path) -> None:
     thread = threading.Thread(target=strike)
     thread.start()
     try:
-        summary = run(config)
+        summary = fake_runs.run(config)
     finally:
         thread.join()
     assert (summary.error, summary.watchdog["worker_restarted"]) == ("", 1)
-    repeated = {event.trajectory_id for event in turns_done(config) if event.replayed}
+    repeated = {event.trajectory_id for event in fake_runs.turns_done(config) if event.replayed}
     assert len(repeated) == summary.continued >= 4
-    assert not (run_dir(config) / "turns").exists()
-    assert_trained_once(config)
-    assert replay(config).differing == 0
+    assert not (fake_runs.run_dir(config) / "turns").exists()
+    fake_runs.assert_trained_once(config)
+    assert fake_runs.replay(config).differing == 0

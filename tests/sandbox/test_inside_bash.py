@@ -321,12 +321,8 @@ async def test_no_setting_silences_the_next_command(command: str) -> None:
     async with shell() as bash:
         assert not (await bash.run(command)).restarted
         result = await bash.run('echo "a b"; /bin/echo c')
-        assert (result.output, result.exit_code, result.restarted, result.timed_out) == (
-            "a b\nc\n",
-            0,
-            False,
-            False,
-        )
+        expected = ("a b\nc\n", 0, False, False)
+        assert (result.output, result.exit_code, result.restarted, result.timed_out) == expected
 
 
 async def test_concurrent_commands_take_turns() -> None:

@@ -17,12 +17,7 @@ from rollweave.sandbox import channel as module
 from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.inside.frames import FrameDecoder, pack
 from rollweave.sandbox.tools import Bash, plain
-from rollweave.schema.errors import (
-    SandboxError,
-    SandboxLostError,
-    SandboxRefusedError,
-    SandboxTimeoutError,
-)
+from rollweave.schema import errors
 from tests.support.properties import examples
 
 
@@ -82,8 +77,8 @@ async def test_the_limit_of_the_action_is_sent() -> None:
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        *(("timeout", SandboxTimeoutError), ("refused", SandboxRefusedError)),
-        *(("failed", SandboxError), ("new", SandboxError)),
+        *(("timeout", errors.SandboxTimeoutError), ("refused", errors.SandboxRefusedError)),
+        *(("failed", errors.SandboxError), ("new", errors.SandboxError)),
     ],
 )
 async def test_errors_of_the_sandbox_are_raised(kind: str, error: type[Exception]) -> None:
@@ -98,7 +93,7 @@ async def test_errors_of_the_sandbox_are_raised(kind: str, error: type[Exception
 
 async def test_a_call_times_out_and_its_late_reply_is_dropped() -> None:
     async with paired() as (channel, peer):
-        with pytest.raises(SandboxTimeoutError, match=r"no answer to do within 0\.01 s"):
+        with pytest.raises(errors.SandboxTimeoutError, match=r"no answer to do within 0\.01 s"):
             await call_frame(channel, timeout_s=0.01)
         assert (await peer.request())[0]["action"] == "do"
         assert (await peer.request())[0] == {"id": 1, "action": "cancel"}
@@ -129,9 +124,9 @@ async def test_a_lost_peer_ends_pending_and_later_calls() -> None:
         await peer.request()
         peer.socket.close()
         for call in calls:
-            with pytest.raises(SandboxLostError):
+            with pytest.raises(errors.SandboxLostError):
                 await call
-        with pytest.raises(SandboxLostError):
+        with pytest.raises(errors.SandboxLostError):
             await channel.call("do", timeout_s=1.0)
         assert channel.lost
 
@@ -141,7 +136,7 @@ async def test_closing_ends_calls() -> None:
         call = call_frame(channel)
         await peer.request()
         channel.close()
-        with pytest.raises(SandboxLostError, match="closed"):
+        with pytest.raises(errors.SandboxLostError, match="closed"):
             await call
 
 
@@ -161,9 +156,9 @@ async def test_an_invalid_reply_closes_the_channel(frame: bytes) -> None:
         call = call_frame(channel)
         await peer.request()
         peer.socket.sendall(frame)
-        with contextlib.suppress(SandboxLostError):
+        with contextlib.suppress(errors.SandboxLostError):
             await call
-        with pytest.raises(SandboxLostError, match=r"sent an invalid reply"):
+        with pytest.raises(errors.SandboxLostError, match=r"sent an invalid reply"):
             await channel.call("do", timeout_s=20.0)
 
 
@@ -179,7 +174,7 @@ def test_arbitrary_bytes_end_the_call_or_leave_it_pending(data: bytes) -> None:
             await peer.request()
             peer.socket.sendall(data)
             peer.socket.close()
-            with contextlib.suppress(SandboxError):
+            with contextlib.suppress(errors.SandboxError):
                 assert isinstance(await asyncio.wait_for(call, 10), Reply)
 
     asyncio.run(main())
@@ -194,7 +189,7 @@ async def test_a_peer_that_never_replies_is_given_up() -> None:
 
         draining = asyncio.create_task(drain())
         for _ in range(module.FORGOTTEN + 1):
-            with pytest.raises(SandboxTimeoutError):
+            with pytest.raises(errors.SandboxTimeoutError):
                 await call_frame(channel, timeout_s=0.0)
         assert "never answered" in channel.lost
         draining.cancel()
@@ -238,7 +233,7 @@ async def test_a_reply_of_an_unexpected_shape(fields: dict[str, object]) -> None
         while (frame := decoder.take()) is None:
             decoder.feed(await asyncio.get_running_loop().sock_recv(other_end, 65536))
         other_end.sendall(pack({**fields, "id": frame[0]["id"], "ok": True}))
-        with pytest.raises(SandboxError, match="reply of another shape"):
+        with pytest.raises(errors.SandboxError, match="reply of another shape"):
             await call
 
 

@@ -145,11 +145,8 @@ async def test_an_edit_shows_the_lines_around(tmp_path: Path) -> None:
     async with served() as channel:
         editor = Editor(channel)
         view = await editor.replace(str(path), "line 10\n", "new\nlines\n")
-        assert [row.split("\t")[1] for row in view.text.splitlines()][4:7] == [
-            "new",
-            "lines",
-            "line 11",
-        ]
+        expected = ["new", "lines", "line 11"]
+        assert [row.split("\t")[1] for row in view.text.splitlines()][4:7] == expected
         assert view.lines == 21
         assert "added" in (await editor.insert(str(path), 21, "added")).text
 

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.sandbox.inside.http1 import (
-    BODY_BYTES,
-    HEAD_BYTES,
-    BadRequest,
-    HttpRequest,
-    RequestDecoder,
-)
+from rollweave.sandbox.inside import http1
 
 TOKEN = st.text("abcXYZ-09", min_size=1, max_size=8)
 VALUE = st.text("abc XYZ:;=,\t\xe9", max_size=20)
@@ -54,7 +48,7 @@ def sent(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, dict[str, str], bytes]
     )
 
 
-def plain(request: HttpRequest) -> tuple[str, str, dict[str, str], bytes]:
+def plain(request: http1.HttpRequest) -> tuple[str, str, dict[str, str], bytes]:
     headers = {name: value for name, value in request.headers.items() if name not in RESERVED}
     return request.method, request.target, headers, request.body
 
@@ -63,7 +57,7 @@ def plain(request: HttpRequest) -> tuple[str, str, dict[str, str], bytes]:
 def test_requests_round_trip_regardless_of_splits(
     all_sent: list[tuple[bytes, object]], seed: int
 ) -> None:
-    rng, decoder, requests = random.Random(seed), RequestDecoder(), []
+    rng, decoder, requests = random.Random(seed), http1.RequestDecoder(), []
     data = b"".join(wire for wire, _ in all_sent)
     while data:
         cut = rng.choice((1, 2, 7, 1000))
@@ -78,17 +72,17 @@ def test_requests_round_trip_regardless_of_splits(
 
 @given(st.binary(max_size=200) | sent().map(lambda each: each[0][:-1] + b"\0"))
 def test_arbitrary_bytes_are_a_request_incomplete_or_refused(data: bytes) -> None:
-    decoder = RequestDecoder()
+    decoder = http1.RequestDecoder()
     decoder.feed(data)
     status = 0
     try:
         while decoder.take() is not None:
             pass
-    except BadRequest as error:
+    except http1.BadRequest as error:
         status = error.status
     if status:
         assert 400 <= status < 600
-        with pytest.raises(BadRequest):
+        with pytest.raises(http1.BadRequest):
             decoder.take()
 
 
@@ -114,21 +108,21 @@ def test_arbitrary_bytes_are_a_request_incomplete_or_refused(data: bytes) -> Non
         (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", 400),
         (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 2000, 400),
         (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffff\r\n", 413),
-        (b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (BODY_BYTES + 1), 413),
-        (b"GET /a HTTP/1.1\r\nA: " + b"x" * HEAD_BYTES, 431),
+        (b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (http1.BODY_BYTES + 1), 413),
+        (b"GET /a HTTP/1.1\r\nA: " + b"x" * http1.HEAD_BYTES, 431),
     ],
 )
 def test_refuses_invalid_requests(wire: bytes, status: int) -> None:
-    decoder = RequestDecoder()
+    decoder = http1.RequestDecoder()
     decoder.feed(wire)
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(http1.BadRequest) as caught:
         decoder.take()
     assert caught.value.status == status
 
 
 def test_keep_alive_and_expect_headers() -> None:
-    def head(line: bytes, *headers: bytes) -> RequestDecoder:
-        decoder = RequestDecoder()
+    def head(line: bytes, *headers: bytes) -> http1.RequestDecoder:
+        decoder = http1.RequestDecoder()
         decoder.feed(b"\r\n".join([line, *headers, b"", b""]))
         return decoder
 

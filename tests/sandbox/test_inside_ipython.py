@@ -136,12 +136,8 @@ async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> No
         "while True: pass"
     )
     result = await cells.run(cell, timeout_s=SHORT_S)
-    assert (result.timed_out, result.restarted, result.died, result.error) == (
-        True,
-        True,
-        137,
-        None,
-    )
+    expected = (True, True, 137, None)
+    assert (result.timed_out, result.restarted, result.died, result.error) == expected
     await wait_for_end(int(result.output))
     assert (await cells.run("os")).error is not None
 

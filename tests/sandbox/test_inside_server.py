@@ -18,12 +18,7 @@ from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.inside.frames import FrameDecoder, pack
 from rollweave.sandbox.inside.server import CALLS
 from rollweave.sandbox.tools import Bash, IPython
-from rollweave.schema.errors import (
-    SandboxError,
-    SandboxLostError,
-    SandboxRefusedError,
-    SandboxTimeoutError,
-)
+from rollweave.schema import errors
 from tests.support.action_server import BLIND, FOLDER, served, start, wait_for_end
 
 
@@ -50,11 +45,9 @@ async def test_a_program_gets_its_input_folder_and_environment(tmp_path: Path) -
             env={"NAME": "value"},
         )
         assert streams(reply) == (f"in\n{tmp_path}\n".encode(), b"value\n")
-        assert (reply.header["rc"], reply.header["timed_out"], reply.header["truncated"]) == (
-            3,
-            False,
-            False,
-        )
+        assert reply.header["rc"] == 3
+        assert reply.header["timed_out"] is False
+        assert reply.header["truncated"] is False
 
 
 async def test_a_program_without_input_has_an_empty_one() -> None:
@@ -137,7 +130,7 @@ async def test_a_grandchild_that_keeps_the_pipe_open_delays_nothing() -> None:
 )
 async def test_refuses_invalid_calls(args: dict[str, Any], rule: str) -> None:
     async with served() as channel:
-        with pytest.raises(SandboxRefusedError, match=rule):
+        with pytest.raises(errors.SandboxRefusedError, match=rule):
             await channel.call(**{"timeout_s": 20.0, **args})
         await channel.call("ping", timeout_s=20.0)
 
@@ -149,7 +142,7 @@ async def test_failures_give_a_reason(tmp_path: Path) -> None:
             {"action": "read", "path": str(tmp_path / "not")},
             {"action": "view", "path": str(tmp_path / "not")},
         ):
-            with pytest.raises(SandboxError, match=r"No such file or directory: /"):
+            with pytest.raises(errors.SandboxError, match=r"No such file or directory: /"):
                 await channel.call(timeout_s=20.0, **args)  # type: ignore[arg-type]
 
 
@@ -176,7 +169,7 @@ async def test_a_fifo_blocks_neither_reader_nor_writer(tmp_path: Path) -> None:
     os.mkfifo(path)
     async with served() as channel:
         for action in ("read", "write", "view"):
-            with pytest.raises(SandboxRefusedError, match="got a FIFO"):
+            with pytest.raises(errors.SandboxRefusedError, match="got a FIFO"):
                 await channel.call(action, timeout_s=20.0, path=path)
 
 
@@ -194,7 +187,7 @@ async def test_refuses_calls_beyond_the_concurrency_limit(tmp_path: Path) -> Non
         more = await asyncio.gather(
             *(run(channel, "true") for _ in range(5)), return_exceptions=True
         )
-        assert all(isinstance(error, SandboxRefusedError) for error in more)
+        assert all(isinstance(error, errors.SandboxRefusedError) for error in more)
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
@@ -202,7 +195,7 @@ async def test_refuses_calls_beyond_the_concurrency_limit(tmp_path: Path) -> Non
             try:
                 assert (await run(channel, "echo", "room")).body == b"room\n"
                 break
-            except SandboxRefusedError:
+            except errors.SandboxRefusedError:
                 continue
 
 
@@ -256,7 +249,7 @@ async def test_a_server_that_is_killed_mid_call() -> None:
     await channel.call("ping", timeout_s=20.0)
     assert pid == process.pid
     process.kill()
-    with pytest.raises(SandboxLostError):
+    with pytest.raises(errors.SandboxLostError):
         await call
     process.wait()
 
@@ -275,7 +268,7 @@ async def test_the_same_id_twice_is_refused_while_it_runs() -> None:
 
 async def test_a_late_reply_times_out_and_the_server_survives() -> None:
     async with served() as channel:
-        with pytest.raises(SandboxTimeoutError):
+        with pytest.raises(errors.SandboxTimeoutError):
             await channel.call("exec", timeout_s=0.0, slack_s=0.0, argv=["sleep", "1000"])
         await channel.call("ping", timeout_s=20.0)
 

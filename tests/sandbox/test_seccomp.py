@@ -11,23 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.sandbox.seccomp import (
-    AUDIT_ARCH,
-    CLONE,
-    FAMILIES,
-    IOCTL,
-    NEW_NAMESPACES,
-    NEWEST,
-    PERSONALITIES,
-    PERSONALITY,
-    PROTOCOLS,
-    REFUSED,
-    SOCKET,
-    SOCKETPAIR,
-    TERMINAL_REQUESTS,
-    X32_BIT,
-    bpf_filter,
-)
+from rollweave.sandbox import seccomp
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 MACHINES = ("x86_64", "aarch64")
@@ -80,23 +64,29 @@ def run(program: bytes, *, arch: int, number: int, args: tuple[int, ...] = (0,) 
 
 def expected(machine: str, number: int, args: tuple[int, ...]) -> int:
     column = MACHINES.index(machine)
-    if machine == "x86_64" and number >= X32_BIT:
+    if machine == "x86_64" and number >= seccomp.X32_BIT:
         return ERRNO | errno.ENOSYS
-    if number > NEWEST:
+    if number > seccomp.NEWEST:
         return ERRNO | errno.ENOSYS
-    for row in REFUSED.values():
+    for row in seccomp.REFUSED.values():
         if row[column] == number:
             return ERRNO | row[2]
     low = [value & 0xFFFFFFFF for value in args]
-    if number == CLONE[column] and low[0] & NEW_NAMESPACES:
+    if number == seccomp.CLONE[column] and low[0] & seccomp.NEW_NAMESPACES:
         return ERRNO | errno.EPERM
-    if number == IOCTL[column] and low[1] in TERMINAL_REQUESTS:
+    if number == seccomp.IOCTL[column] and low[1] in seccomp.TERMINAL_REQUESTS:
         return ERRNO | errno.EPERM
-    if number in (SOCKET[column], SOCKETPAIR[column]) and low[0] not in FAMILIES:
+    if (
+        number in (seccomp.SOCKET[column], seccomp.SOCKETPAIR[column])
+        and low[0] not in seccomp.FAMILIES
+    ):
         return ERRNO | errno.EAFNOSUPPORT
-    if number in (SOCKET[column], SOCKETPAIR[column]) and low[2] not in PROTOCOLS:
+    if (
+        number in (seccomp.SOCKET[column], seccomp.SOCKETPAIR[column])
+        and low[2] not in seccomp.PROTOCOLS
+    ):
         return ERRNO | errno.EPROTONOSUPPORT
-    if number == PERSONALITY[column] and low[0] not in PERSONALITIES:
+    if number == seccomp.PERSONALITY[column] and low[0] not in seccomp.PERSONALITIES:
         return ERRNO | errno.EPERM
     return ALLOW
 
@@ -131,27 +121,27 @@ INTERESTING = [
 def test_every_call_is_handled_as_the_tables_say(
     machine: str, number: int, args: tuple[int, ...]
 ) -> None:
-    program = bpf_filter(machine)
-    assert run(program, arch=AUDIT_ARCH[machine], number=number, args=args) == expected(
+    program = seccomp.bpf_filter(machine)
+    assert run(program, arch=seccomp.AUDIT_ARCH[machine], number=number, args=args) == expected(
         machine, number, args
     )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_number_below_500_and_other_architectures(machine: str) -> None:
-    program = bpf_filter(machine)
+    program = seccomp.bpf_filter(machine)
     for number in range(500):
-        assert run(program, arch=AUDIT_ARCH[machine], number=number) == expected(
+        assert run(program, arch=seccomp.AUDIT_ARCH[machine], number=number) == expected(
             machine, number, (0,) * 6
         )
         assert run(program, arch=0x40000003, number=number) == KILL  # i386
 
 
 def test_the_table_is_the_one_that_was_reviewed() -> None:
-    numbers = [("-" if n is None else str(n) for n in row[:2]) for row in REFUSED.values()]
+    numbers = [("-" if n is None else str(n) for n in row[:2]) for row in seccomp.REFUSED.values()]
     lines = [
         " ".join((name, *row_numbers, errno.errorcode[row[2]]))
-        for (name, row), row_numbers in zip(REFUSED.items(), numbers, strict=True)
+        for (name, row), row_numbers in zip(seccomp.REFUSED.items(), numbers, strict=True)
     ]
     assert lines == [line.strip() for line in GOLDEN.replace("\n", " ").split(";")]
 
@@ -164,11 +154,11 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     pairs = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
     numbers = {name: int(number) for name, number in pairs}
     column = MACHINES.index(machine)
-    table = {name: row[column] for name, row in REFUSED.items() if row[column] is not None}
+    table = {name: row[column] for name, row in seccomp.REFUSED.items() if row[column] is not None}
     assert {
         name: number for name, number in table.items() if numbers.get(name, number) != number
     } == {}
-    assert max(table.values(), key=int) <= NEWEST
+    assert max(table.values(), key=int) <= seccomp.NEWEST
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -178,8 +168,8 @@ def test_values_that_the_filter_must_refuse(machine: str) -> None:
 
     def verdict(call: tuple[int, int], *args: int) -> int:
         return run(
-            bpf_filter(machine),
-            arch=AUDIT_ARCH[machine],
+            seccomp.bpf_filter(machine),
+            arch=seccomp.AUDIT_ARCH[machine],
             number=call[column],
             args=(*args, *(6 - len(args)) * (0,)),
         )
@@ -201,7 +191,7 @@ def test_values_that_the_filter_must_refuse(machine: str) -> None:
 
 def test_a_machine_without_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match="machine must be one of x86_64, aarch64"):
-        bpf_filter("riscv64")
+        seccomp.bpf_filter("riscv64")
 
 
 def test_allows_calls_that_programs_need() -> None:
@@ -216,5 +206,11 @@ def test_allows_calls_that_programs_need() -> None:
         }[name]
         args = (17 if "clone" in name else 2, 0, 0, 0, 0, 0)
         assert (
-            run(bpf_filter("x86_64"), arch=AUDIT_ARCH["x86_64"], number=number, args=args) == ALLOW
+            run(
+                seccomp.bpf_filter("x86_64"),
+                arch=seccomp.AUDIT_ARCH["x86_64"],
+                number=number,
+                args=args,
+            )
+            == ALLOW
         ), name

@@ -271,19 +271,12 @@ for wire in eval(sys.argv[2]):
         answers = json.loads(await output_of(isolated, source, url, repr(headers), repr(requests)))
         host = service.removeprefix("http://").partition("/")[0]
         passed = {"host": host, "authorization": "Bearer t", "x-stainless-retry-count": "1"}
-        assert spy.seen[0] == (
-            "POST",
-            "/s/mine/v1/x/y-z",
-            {**passed, "content-length": "4"},
-            b"body",
-        )
+        wanted = ("POST", "/s/mine/v1/x/y-z", {**passed, "content-length": "4"}, b"body")
+        assert spy.seen[0] == wanted
         assert spy.seen[1][:3] == ("GET", "/s/mine/v1/away", passed)
         assert [status for status, _ in answers] == [200, 302]
-        assert {name.lower() for _, head in answers for name in head} == {
-            "retry-after",
-            "content-type",
-            "content-length",
-        }
+        expected = {"retry-after", "content-type", "content-length"}
+        assert {name.lower() for _, head in answers for name in head} == expected
 
 
 async def test_requests_in_every_form_that_clients_send(isolated: Sandbox) -> None:
@@ -303,13 +296,8 @@ with socket.create_connection(("127.0.0.1", door(sys.argv[1]))) as sock:
     print(b"".join(iter(lambda: sock.recv(65536), b"")).count(b"yes"))
 """
         assert (await output_of(isolated, source, url)).split() == ["2", "1", "1", "100", "1"]
-        assert [(seen[0], seen[3]) for seen in spy.seen] == [
-            ("GET", b""),
-            ("POST", b"hi"),
-            ("POST", b"hi"),
-            ("GET", b""),
-            ("POST", b"hi"),
-        ]
+        expected = [("GET", b""), ("POST", b"hi"), ("POST", b"hi"), ("GET", b""), ("POST", b"hi")]
+        assert [(seen[0], seen[3]) for seen in spy.seen] == expected
 
 
 async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(
@@ -502,10 +490,7 @@ async def test_the_host_filters_requests_of_a_sandbox() -> None:
     statuses = {args["number"]: args["status"] for args in replies}
     assert statuses == {1: 200, 2: 404, 3: 404, 4: 404, 5: 405, 7: 200}
     (first, second) = sorted(spy.seen, key=lambda seen: -len(seen[3]))
-    assert first[2] == {
-        "host": first[2]["host"],
-        "content-type": "application/json",
-        "content-length": "4",
-    }
+    expected = {"host": first[2]["host"], "content-type": "application/json", "content-length": "4"}
+    assert first[2] == expected
     assert (first[1], second[1]) == ("/s/mine/v1/a",) * 2
     assert not liar.killed.is_set()

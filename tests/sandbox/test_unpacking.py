@@ -189,10 +189,8 @@ def test_omits_members_that_raise_privileges_or_are_not_files(place: Path) -> No
     unpack(archive(place / "bad.tar", *members), place / "to", Bounds())
     to = place / "to"
     assert sorted(os.listdir(to)) == ["again", "closed", "hard", "program", "sh", "soft", "top"]
-    assert [stat.S_IMODE((to / name).stat().st_mode) for name in ("program", "closed")] == [
-        0o1755,
-        0o700,
-    ]
+    expected = [0o1755, 0o700]
+    assert [stat.S_IMODE((to / name).stat().st_mode) for name in ("program", "closed")] == expected
     assert ((to / "closed").stat().st_mtime, (to / "again").read_bytes()) == (1_000_000_000, b"2")
     assert (to / "top" / "made").read_bytes() == b"abs"
     assert os.readlink(to / "soft") == "/bin/sh"
@@ -288,10 +286,8 @@ def test_does_not_pack_a_folder_that_could_not_be_unpacked(
     assert os.listdir(tmp_path / "blobs") == []
     enough = Bounds(bytes=61_440, members=4, depth=3)
     images = Images(tmp_path / "images", Blobs(tmp_path / "blobs"), bounds=enough)
-    assert sorted(os.listdir(Path(images.path(images.add(tmp_path / "tree")), "a", "b"))) == [
-        "c",
-        "d",
-    ]
+    wanted = ["c", "d"]
+    assert sorted(os.listdir(Path(images.path(images.add(tmp_path / "tree")), "a", "b"))) == wanted
 
 
 def test_refuses_invalid_bounds() -> None:

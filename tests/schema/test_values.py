@@ -7,16 +7,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollweave.schema import serving as s
 from rollweave.schema.base import DEPTH, copied, is_deep, mix, packed
 from rollweave.schema.errors import CorruptJournalError, FieldError, FieldErrors
 from rollweave.schema.roles import WorkerError, WorkerFailure
-from rollweave.schema.serving import (
-    FinishReason,
-    VersionSpan,
-    openai_finish_reason,
-    spans_between,
-    spans_cover,
-)
 from rollweave.schema.work import Ignored
 
 PLACE = st.integers(0, 9)
@@ -26,23 +20,23 @@ PLACE = st.integers(0, 9)
 def test_spans_name_a_version_for_each_token(
     lengths: list[tuple[int, int]], start: int, end: int
 ) -> None:
-    spans, versions = list[VersionSpan](), list[int]()
+    spans, versions = list[s.VersionSpan](), list[int]()
     for length, version in lengths:
         first = len(versions)
         versions += [version] * length
-        spans.append(VersionSpan(start=first, end=first + length, version=version))
-    assert spans_cover(spans, len(versions))
-    assert spans_cover(spans[1:], len(versions), start=spans[0].end if spans else 0)
-    assert not spans_cover(spans, len(versions) + 1)
-    assert spans_cover(spans[1:], len(versions)) is (not spans)
-    empty = VersionSpan(start=len(versions), end=len(versions), version=0)
-    assert not spans_cover([*spans, empty], len(versions))
-    parts = spans_between(spans, start, end)
+        spans.append(s.VersionSpan(start=first, end=first + length, version=version))
+    assert s.spans_cover(spans, len(versions))
+    assert s.spans_cover(spans[1:], len(versions), start=spans[0].end if spans else 0)
+    assert not s.spans_cover(spans, len(versions) + 1)
+    assert s.spans_cover(spans[1:], len(versions)) is (not spans)
+    empty = s.VersionSpan(start=len(versions), end=len(versions), version=0)
+    assert not s.spans_cover([*spans, empty], len(versions))
+    parts = s.spans_between(spans, start, end)
     named = [(token, part.version) for part in parts for token in range(part.start, part.end)]
     assert named == [*enumerate(versions)][start:end]
     assert all(one.version != two.version for one, two in itertools.pairwise(parts))
-    apart = (VersionSpan(start=0, end=1, version=1), VersionSpan(start=2, end=3, version=1))
-    assert spans_between(apart, 0, 3) == apart
+    apart = (s.VersionSpan(start=0, end=1, version=1), s.VersionSpan(start=2, end=3, version=1))
+    assert s.spans_between(apart, 0, 3) == apart
 
 
 def test_errors_are_told_in_words() -> None:
@@ -76,5 +70,5 @@ def test_copies_seeds_and_depths() -> None:
     ]
     most = [1 << 64, (1 << 64) - 1, -(1 << 63) - 1, True]
     assert msgspec.msgpack.decode(packed(most)) == [most[1], most[1], -(1 << 63), True]
-    finishes = [finish for finish in FinishReason if openai_finish_reason(finish) == "stop"]
-    assert finishes == [FinishReason.STOP]
+    finishes = [finish for finish in s.FinishReason if s.openai_finish_reason(finish) == "stop"]
+    assert finishes == [s.FinishReason.STOP]

@@ -11,19 +11,9 @@ import msgspec
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, TRAINER, Trace
+from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.status import EngineState, RunStatus, TrainerState, WaitStatus
-from rollweave.schema.work import (
-    BLAME_OF,
-    Purpose,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    TokenSequence,
-    Trajectory,
-    TurnSpan,
-)
 from tests.support.synthetic_run import write_run
 
 TOKENS, TURN = 320, 40
@@ -40,19 +30,21 @@ def write_large_run(path: Path, *, trajectories: int) -> RunDir:
         for number in range(trajectories):
             at, group = number * 0.05, number // 8
             name = TrajectoryId(f"g{1000 + group}.{number % 8}")
-            reason = StopReason.FINISHED if number % 3 else StopReason.MAX_TURNS
-            trajectory = Trajectory(
+            reason = work.StopReason.FINISHED if number % 3 else work.StopReason.MAX_TURNS
+            trajectory = work.Trajectory(
                 id=name,
                 group_id=GroupId(f"g{1000 + group}"),
-                task=Task(id=TaskId(f"task-{group % 500}"), env="game", seed=group, tag="game"),
+                task=work.Task(
+                    id=TaskId(f"task-{group % 500}"), env="game", seed=group, tag="game"
+                ),
                 attempt=0,
                 initiated_version=group // 16,
                 sequences=(sequence,),
                 reward=None,
                 stop_reason=reason,
-                blame=BLAME_OF[reason],
+                blame=work.BLAME_OF[reason],
             )
-            store.append(Ended(at=at, purpose=Purpose.TRAIN, member=0, trajectory=trajectory))
+            store.append(Ended(at=at, purpose=work.Purpose.TRAIN, member=0, trajectory=trajectory))
             store.score(
                 Scored(
                     at=at,
@@ -61,7 +53,7 @@ def write_large_run(path: Path, *, trajectories: int) -> RunDir:
                     reward=(number % 5) / 4,
                     success=number % 5 == 4,
                     stop_reason=reason,
-                    blame=BLAME_OF[reason],
+                    blame=work.BLAME_OF[reason],
                     eval_s=0.01,
                 )
             )
@@ -75,25 +67,25 @@ def write_large_run(path: Path, *, trajectories: int) -> RunDir:
     return run
 
 
-def _sequence() -> TokenSequence:
+def _sequence() -> work.TokenSequence:
     segments = [
-        Segment(
+        work.Segment(
             start=start,
             end=start + TURN // 2,
-            kind=SegmentKind.OUTPUT if output else SegmentKind.OBSERVATION,
+            kind=work.SegmentKind.OUTPUT if output else work.SegmentKind.OBSERVATION,
             version=3 if output else -1,
         )
         for number, start in enumerate(range(0, TOKENS, TURN // 2))
         for output in [number % 2 == 1]
     ]
-    return TokenSequence(
+    return work.TokenSequence(
         tokens=tuple(range(TOKENS)),
         segments=tuple(segments),
         logprobs=tuple(-0.25 for _ in range(TOKENS)),
         turns=tuple(
-            TurnSpan(start=part.start, end=part.end)
+            work.TurnSpan(start=part.start, end=part.end)
             for part in segments
-            if part.kind is SegmentKind.OUTPUT
+            if part.kind is work.SegmentKind.OUTPUT
         ),
     )
 

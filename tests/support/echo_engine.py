@@ -19,46 +19,7 @@ import msgspec
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.serving import (
-    Abort,
-    Add,
-    Beat,
-    Beating,
-    EngineCommand,
-    EngineReply,
-    EngineSpec,
-    EngineStats,
-    ExportKv,
-    FinishReason,
-    Generated,
-    GenerateRequest,
-    GenerateResult,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvManifest,
-    KvMemory,
-    KvRefused,
-    Load,
-    LoadCheckpoint,
-    Loaded,
-    LoadFailed,
-    Progress,
-    Ready,
-    ReleaseKv,
-    Rerank,
-    Resume,
-    Sampled,
-    Shutdown,
-    Stage,
-    Staged,
-    StageFailed,
-    Stats,
-    Suspend,
-    Suspended,
-    TokenDelta,
-    VersionSpan,
-)
+from rollweave.schema import serving as s
 from tests.support.processes import process_state
 
 HOLD, REFUSE, CRASH, DEAF, PROGRESS = 99, 98, 97, 96, 95
@@ -68,17 +29,17 @@ PROGRESS_TOKENS = 3
 class EchoLoop:
     """A `LoopLike` without a model."""
 
-    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+    def __init__(self, spec: s.EngineSpec, reply: Callable[[s.EngineReply], None]) -> None:
         self._spec, self._reply = spec, reply
-        self._inbox: deque[EngineCommand] = deque()
+        self._inbox: deque[s.EngineCommand] = deque()
         self._wake = threading.Condition()
         self._version = spec.version
         self._suspended = False
-        self._held_results: dict[str, GenerateResult] = {}
-        self._queued: list[Add] = []
+        self._held_results: dict[str, s.GenerateResult] = {}
+        self._queued: list[s.Add] = []
         self._cached: list[tuple[int, ...]] = []
 
-    def post(self, command: EngineCommand) -> None:
+    def post(self, command: s.EngineCommand) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
@@ -87,7 +48,7 @@ class EchoLoop:
         if self._spec.model == "broken" or (Path(self._spec.model) / "no-engine").exists():
             raise RuntimeError("the fake engine cannot start")
         self._reply(
-            Ready(
+            s.Ready(
                 version=self._version,
                 kv_total_tokens=1000,
                 max_slots=self._spec.max_slots,
@@ -100,62 +61,62 @@ class EchoLoop:
                     self._wake.wait()
                 command = self._inbox.popleft()
             match command:
-                case Shutdown():
+                case s.Shutdown():
                     return
-                case Add():
+                case s.Add():
                     self._add(command)
-                case Abort(id=id):
+                case s.Abort(id=id):
                     self._queued = [add for add in self._queued if add.request.id != id]
                     if id in self._held_results:
-                        self._reply(Generated(result=self._held_results.pop(id)))
-                case Suspend():
+                        self._reply(s.Generated(result=self._held_results.pop(id)))
+                case s.Suspend():
                     self._suspended = True
-                    self._reply(Suspended(in_flight=len(self._held_results) + len(self._queued)))
-                case Resume():
+                    self._reply(s.Suspended(in_flight=len(self._held_results) + len(self._queued)))
+                case s.Resume():
                     self._suspended = False
                     queued, self._queued = self._queued, []
                     for add in queued:
                         self._add(add)
-                case Stage(manifest=manifest):
+                case s.Stage(manifest=manifest):
                     key = {"version": manifest.version, "publication_id": manifest.publication_id}
                     bad = manifest.digest == "bad"
-                    self._reply(StageFailed(**key, error="bad") if bad else Staged(**key))
-                case Load(manifest=manifest) if manifest.digest == "bad":
-                    self._reply(LoadFailed(version=manifest.version, error="digest is bad"))
-                case Load(manifest=manifest):
+                    self._reply(s.StageFailed(**key, error="bad") if bad else s.Staged(**key))
+                case s.Load(manifest=manifest) if manifest.digest == "bad":
+                    self._reply(s.LoadFailed(version=manifest.version, error="digest is bad"))
+                case s.Load(manifest=manifest):
                     self._version = manifest.version
-                    self._reply(Loaded(version=manifest.version, load_s=0.0, recompute_tokens=0))
-                case LoadCheckpoint(version=version):
+                    self._reply(s.Loaded(version=manifest.version, load_s=0.0, recompute_tokens=0))
+                case s.LoadCheckpoint(version=version):
                     self._version = version
-                    self._reply(Loaded(version=version, load_s=0.0, recompute_tokens=0))
-                case Beat():
-                    self._reply(Beating())
-                case Stats():
-                    stats = EngineStats(
+                    self._reply(s.Loaded(version=version, load_s=0.0, recompute_tokens=0))
+                case s.Beat():
+                    self._reply(s.Beating())
+                case s.Stats():
+                    stats = s.EngineStats(
                         version=self._version,
                         running=len(self._held_results),
                         waiting=0,
                         kv_used_tokens=0,
                         kv_total_tokens=1000,
                     )
-                    self._reply(Sampled(stats=stats))
-                case ExportKv(id=id, tokens=tokens):
+                    self._reply(s.Sampled(stats=stats))
+                case s.ExportKv(id=id, tokens=tokens):
                     cached = self._cached_of(tokens)
                     self._reply(
-                        KvExported(id=id, manifest=kv_manifest(id, cached))
+                        s.KvExported(id=id, manifest=kv_manifest(id, cached))
                         if cached
-                        else KvRefused(id=id, error="not cached")
+                        else s.KvRefused(id=id, error="not cached")
                     )
-                case ImportKv(id=id, tokens=tokens, manifest=manifest):
+                case s.ImportKv(id=id, tokens=tokens, manifest=manifest):
                     if manifest.publication_id:
-                        self._reply(KvRefused(id=id, error="publication_id of the KV must be 0"))
+                        self._reply(s.KvRefused(id=id, error="publication_id of the KV must be 0"))
                     else:
                         self._cached.append(tokens[: manifest.tokens])
-                        self._reply(KvImported(id=id, moved_tokens=manifest.tokens))
-                case Rerank() | ReleaseKv():
+                        self._reply(s.KvImported(id=id, moved_tokens=manifest.tokens))
+                case s.Rerank() | s.ReleaseKv():
                     pass
 
-    def _add(self, add: Add) -> None:
+    def _add(self, add: s.Add) -> None:
         request = add.request
         first = request.tokens[0]
         if take_fault(self._spec.model, "kill-engine"):
@@ -169,34 +130,38 @@ class EchoLoop:
         if self._suspended:
             self._queued.append(add)
         elif first == HOLD:
-            self._held_results[request.id] = self._result_of(request, FinishReason.ABORTED, more=0)
+            self._held_results[request.id] = self._result_of(
+                request, s.FinishReason.ABORTED, more=0
+            )
         elif first == PROGRESS:
             self._report_progress(add)
         elif first == REFUSE:
             error = "refused by the fake engine"
-            refused = GenerateResult(
+            refused = s.GenerateResult(
                 id=request.id,
                 tokens=(),
                 logprobs=(),
                 versions=(),
-                finish=FinishReason.ERROR,
+                finish=s.FinishReason.ERROR,
                 error=error,
             )
-            self._reply(Generated(result=refused))
+            self._reply(s.Generated(result=refused))
         else:
             cached = self._cached_of(request.tokens)
             self._cached.append(request.tokens)
-            result = self._result_of(request, FinishReason.LENGTH, more=request.sampling.max_tokens)
-            self._reply(Generated(result=msgspec.structs.replace(result, cached_tokens=cached)))
+            result = self._result_of(
+                request, s.FinishReason.LENGTH, more=request.sampling.max_tokens
+            )
+            self._reply(s.Generated(result=msgspec.structs.replace(result, cached_tokens=cached)))
 
-    def _report_progress(self, add: Add) -> None:
+    def _report_progress(self, add: s.Add) -> None:
         result = self._held_results[add.request.id] = self._result_of(
-            add.request, FinishReason.ABORTED, more=PROGRESS_TOKENS
+            add.request, s.FinishReason.ABORTED, more=PROGRESS_TOKENS
         )
         new = result.resumed_tokens
         if add.report_s is not None:
-            spans = (VersionSpan(start=new, end=len(result.tokens), version=self._version),)
-            piece = TokenDelta(
+            spans = (s.VersionSpan(start=new, end=len(result.tokens), version=self._version),)
+            piece = s.TokenDelta(
                 id=result.id,
                 start=new,
                 tokens=result.tokens[new:],
@@ -204,11 +169,11 @@ class EchoLoop:
                 versions=spans,
                 generate_s=1.0,
             )
-            self._reply(Progress(pieces=(piece,)))
+            self._reply(s.Progress(pieces=(piece,)))
 
     def _result_of(
-        self, request: GenerateRequest, finish: FinishReason, *, more: int
-    ) -> GenerateResult:
+        self, request: s.GenerateRequest, finish: s.FinishReason, *, more: int
+    ) -> s.GenerateResult:
         """Return the resumed tokens and `more` tokens, within the limits."""
         resumed_tokens = request.resumed.tokens if request.resumed is not None else ()
         first, end = (
@@ -216,8 +181,8 @@ class EchoLoop:
             min(len(resumed_tokens) + more, request.sampling.max_tokens),
         )
         tokens = resumed_tokens + tuple(range(first + len(resumed_tokens), first + end))
-        spans = (VersionSpan(start=0, end=end, version=self._version),) if end else ()
-        return GenerateResult(
+        spans = (s.VersionSpan(start=0, end=end, version=self._version),) if end else ()
+        return s.GenerateResult(
             id=request.id,
             tokens=tokens,
             logprobs=(-1.0,) * len(tokens),
@@ -233,9 +198,9 @@ class EchoLoop:
         )
 
 
-def kv_manifest(id: str, tokens: int) -> KvManifest:
+def kv_manifest(id: str, tokens: int) -> s.KvManifest:
     """Return a manifest of KV that does not exist."""
-    return KvManifest(
+    return s.KvManifest(
         id=id,
         tokens=tokens,
         key=b"",
@@ -250,7 +215,7 @@ def kv_manifest(id: str, tokens: int) -> KvManifest:
         chunk_blocks=1,
         nbytes=0,
         digests=(),
-        where=KvMemory(path="/nowhere"),
+        where=s.KvMemory(path="/nowhere"),
     )
 
 
@@ -277,9 +242,9 @@ def sign_in(model: str) -> None:
 
 def main() -> None:
     parent = Parent.from_arguments()
-    spec = decoder_of(EngineSpec)(parent.receive())
+    spec = decoder_of(s.EngineSpec)(parent.receive())
     sign_in(spec.model)
-    decode = decoder_of(EngineCommand)
+    decode = decoder_of(s.EngineCommand)
     loop = EchoLoop(spec, lambda word: parent.send(encode(word)))
     parent.listen(lambda payload: loop.post(decode(payload)))
     loop.run()

@@ -22,6 +22,7 @@ from rollweave.rollout.pipeline import Pipeline, WorkerPort
 from rollweave.rollout.rewards import DomainRewards
 from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import Continuation, StartEval, StartInit, StartRun, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
@@ -31,21 +32,6 @@ from rollweave.schema.rollouts import (
     RolloutCommand,
     RolloutWorkerCommand,
     WorkerReport,
-)
-from rollweave.schema.serving import (
-    STREAM_S,
-    Beating,
-    EngineStats,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    KvManifest,
-    KvTransport,
-    LoadCheckpoint,
-    Ready,
-    Sampling,
-    Suspended,
-    VersionSpan,
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Limits, Purpose, Task
@@ -166,7 +152,7 @@ class OneWordEngine:
 
     def __init__(self) -> None:
         self.answer: Any = "hi"
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[s.GenerateRequest] = []
         self.ranks: list[tuple[str, float]] = []
         self.live = 0
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -177,15 +163,15 @@ class OneWordEngine:
 
     def generate(
         self,
-        request: GenerateRequest,
+        request: s.GenerateRequest,
         on_tokens: OnTokens | None = None,
         *,
-        report_s: float = STREAM_S,
-    ) -> asyncio.Future[GenerateResult]:
+        report_s: float = s.STREAM_S,
+    ) -> asyncio.Future[s.GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
 
-    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+    async def _generate(self, request: s.GenerateRequest) -> s.GenerateResult:
         self.live += 1
         try:
             answer = await _play(self.answer)
@@ -193,8 +179,8 @@ class OneWordEngine:
             self.live -= 1
         return engine_result(answer, request.id) if isinstance(answer, str) else answer  # type: ignore[no-any-return]
 
-    async def ready(self) -> Ready:
-        return Ready(version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000)
+    async def ready(self) -> s.Ready:
+        return s.Ready(version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000)
 
     def abort(self, request_id: str) -> None:
         return
@@ -202,17 +188,17 @@ class OneWordEngine:
     def rerank(self, request_id: str, rank: float) -> None:
         self.ranks.append((request_id, rank))
 
-    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
+    async def export_kv(self, tokens: Sequence[int], over: s.KvTransport) -> s.KvManifest:
         raise KvError("has none")
 
-    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+    async def import_kv(self, tokens: Sequence[int], manifest: s.KvManifest) -> int:
         raise KvError("has no room")
 
     def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
         return
 
-    async def suspend(self, *, release: bool = False) -> Suspended:
-        return Suspended(in_flight=self.live)
+    async def suspend(self, *, release: bool = False) -> s.Suspended:
+        return s.Suspended(in_flight=self.live)
 
     def resume(self) -> None:
         return
@@ -220,14 +206,14 @@ class OneWordEngine:
     async def stage(self, weights: WeightManifest) -> None:
         return
 
-    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
+    async def load(self, weights: WeightManifest | s.LoadCheckpoint) -> None:
         return
 
-    async def stats(self) -> EngineStats:
+    async def stats(self) -> s.EngineStats:
         raise EngineError("has none")
 
-    async def beat(self) -> Beating:
-        return Beating()
+    async def beat(self) -> s.Beating:
+        return s.Beating()
 
     async def close(self) -> None:
         self.kill()
@@ -238,12 +224,12 @@ class OneWordEngine:
 
 
 def engine_result(
-    text: str, id: str = "r", *, finish: FinishReason = FinishReason.STOP, version: int = 3
-) -> GenerateResult:
+    text: str, id: str = "r", *, finish: s.FinishReason = s.FinishReason.STOP, version: int = 3
+) -> s.GenerateResult:
     """Return an engine's answer."""
-    tokens = reply_tokens(text, end=finish is FinishReason.STOP)
-    spans = (VersionSpan(start=0, end=len(tokens), version=version),)
-    return GenerateResult(
+    tokens = reply_tokens(text, end=finish is s.FinishReason.STOP)
+    spans = (s.VersionSpan(start=0, end=len(tokens), version=version),)
+    return s.GenerateResult(
         id=id,
         tokens=tokens,
         logprobs=(-0.5,) * len(tokens),
@@ -427,7 +413,7 @@ class Harness:
                 await asyncio.wait(set(self.tasks))
 
     def _episode(self, command: StartInit) -> EnvEpisode:
-        sampling = Sampling(stop_token_ids=CODEC.stop_token_ids)
+        sampling = s.Sampling(stop_token_ids=CODEC.stop_token_ids)
         return EnvEpisode(
             command,
             provider=self.provider,

@@ -356,10 +356,8 @@ class Referee:
                 self.open.pop(attempt, None)
                 self.aborted.add((*attempt, command.turn, command.dispatch))
             case c.RerankTurn():
-                assert self.open.get((str(command.trajectory_id), command.attempt)) == (
-                    command.turn,
-                    command.dispatch,
-                )
+                expected = (command.turn, command.dispatch)
+                assert self.open.get((str(command.trajectory_id), command.attempt)) == expected
             case c.Predict():
                 self.predicting[str(command.trajectory_id), command.attempt] = command.turn
             case c.Migrate():

@@ -18,20 +18,9 @@ from safetensors.torch import save_file
 from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.embedded import start_engine
 from rollweave.io.child import child_of
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.serving import (
-    STREAM_S,
-    EngineSpec,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    ServerSpec,
-    TokenDelta,
-    VersionSpan,
-    spans_between,
-)
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.adapters import A, B, linear_layers
 from rollweave.weights.checkpoint import read_shape, read_tensors_of
@@ -49,9 +38,9 @@ END = 127
 PROMPT = (3, 1, 4, 1, 5)
 
 
-def greedy(id: str, tokens: tuple[int, ...] = PROMPT, *, count: int = 12) -> GenerateRequest:
-    return GenerateRequest(
-        id=id, tokens=tokens, sampling=Sampling(temperature=0.0, max_tokens=count)
+def greedy(id: str, tokens: tuple[int, ...] = PROMPT, *, count: int = 12) -> s.GenerateRequest:
+    return s.GenerateRequest(
+        id=id, tokens=tokens, sampling=s.Sampling(temperature=0.0, max_tokens=count)
     )
 
 
@@ -94,7 +83,7 @@ class Weights:
         self._open.append(publish(adapters, version=number, publication_id=number))
         return self._open[-1].manifest
 
-    async def continued(self, number: int, request: GenerateRequest) -> GenerateResult:
+    async def continued(self, number: int, request: s.GenerateRequest) -> s.GenerateResult:
         """Return what the embedded engine makes of a request under these weights."""
         engine = start_engine(self.checkpoint(number))
         try:
@@ -110,12 +99,12 @@ class Weights:
 
 def spec_of(
     weights: Weights,
-    server: ServerSpec,
+    server: s.ServerSpec,
     lora_scale: float | None = None,
     *,
     routes: bool = False,
-) -> EngineSpec:
-    return EngineSpec(
+) -> s.EngineSpec:
+    return s.EngineSpec(
         id=EngineId("e0"),
         model=str(weights.model),
         max_slots=16,
@@ -130,7 +119,7 @@ def spec_of(
 async def started(
     weights: Weights,
     tmp_path: Path,
-    server: ServerSpec,
+    server: s.ServerSpec,
     lora_scale: float | None = None,
     *,
     routes: bool = False,
@@ -263,10 +252,10 @@ async def streamed_tokens_are_of_the_weights_that_they_name(
     `until_the_end`, tokens of version 2 are reported before it ends.
     """
     await engine.load(weights.published(1))
-    manifest, deltas = weights.published(2), list[TokenDelta]()
+    manifest, deltas = weights.published(2), list[s.TokenDelta]()
     both = {1: asyncio.Event(), 2: asyncio.Event()}
 
-    def on_tokens(delta: TokenDelta) -> None:
+    def on_tokens(delta: s.TokenDelta) -> None:
         deltas.append(delta)
         for span in delta.versions:
             both[span.version].set()
@@ -289,7 +278,7 @@ async def streamed_tokens_are_of_the_weights_that_they_name(
     assert tuple(token for delta in deltas for token in delta.tokens) == result.tokens[:count]
     assert tuple(value for delta in deltas for value in delta.logprobs) == result.logprobs[:count]
     spans = [span for delta in deltas for span in delta.versions]
-    assert spans_between(spans, 0, count) == spans_between(result.versions, 0, count)
+    assert s.spans_between(spans, 0, count) == s.spans_between(result.versions, 0, count)
     newest = [span.version for delta in deltas[:-1] for span in delta.versions]
     assert until_the_end or 2 not in newest  # the last part names the versions
     (before, after) = result.versions
@@ -300,10 +289,10 @@ async def streamed_tokens_are_of_the_weights_that_they_name(
 
     # a turn that continues is reported from there
     start = min(3, len(older))
-    resumed = PartialOutput(
+    resumed = s.PartialOutput(
         tokens=older[:start],
         logprobs=result.logprobs[:start],
-        versions=(VersionSpan(start=0, end=start, version=1),),
+        versions=(s.VersionSpan(start=0, end=start, version=1),),
         generate_s=1.0,
     )
     deltas.clear()
@@ -312,12 +301,12 @@ async def streamed_tokens_are_of_the_weights_that_they_name(
     assert whole.tokens[:start] == older[:start]
     assert deltas[0].start == start
     end = start + len(deltas[0].tokens)
-    assert deltas[0].versions[0] == VersionSpan(start=start, end=end, version=2)
+    assert deltas[0].versions[0] == s.VersionSpan(start=start, end=end, version=2)
     assert deltas[0].generate_s >= 1.0
 
     # no client reads this turn, which is not streamed
     deltas.clear()
-    await engine.generate(greedy("logged", count=400), on_tokens, report_s=2 * STREAM_S)
+    await engine.generate(greedy("logged", count=400), on_tokens, report_s=2 * s.STREAM_S)
     assert not deltas
 
 

@@ -23,16 +23,9 @@ from typing import Any
 from aiohttp import web
 
 from rollweave.engine.clients.client import EngineClient
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import (
-    EngineSpec,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    Sampling,
-    TokenDelta,
-)
 from tests.support.asgi import guarded
 from tests.support.engines import engine_in_thread
 
@@ -269,7 +262,7 @@ class Server:
         room = self.arguments.context_length - 1 - len(tokens) - 1
         stops = {*params["stop_token_ids"], *self.stop_ids}
         seeded = self.arguments.enable_deterministic_inference
-        sampling = Sampling(
+        sampling = s.Sampling(
             temperature=params["temperature"],
             top_p=params["top_p"],
             top_k=max(0, params["top_k"]),
@@ -278,7 +271,7 @@ class Server:
             seed=params["sampling_seed"] if seeded else random.getrandbits(62),
         )
         priority = body.get("priority") or 0
-        turn = GenerateRequest(
+        turn = s.GenerateRequest(
             id=body["rid"], tokens=tokens, sampling=sampling, rank=float(priority)
         )
         if body["stream"]:
@@ -290,9 +283,9 @@ class Server:
                 self.engine.abort(turn.id)
         return web.json_response(self.last_part(turn, answer.result(), 0))
 
-    async def stream(self, request: web.Request, turn: GenerateRequest) -> web.StreamResponse:
+    async def stream(self, request: web.Request, turn: s.GenerateRequest) -> web.StreamResponse:
         """Send the tokens as they are sampled: the last part has their versions."""
-        response, parts = web.StreamResponse(), asyncio.Queue[TokenDelta | None]()
+        response, parts = web.StreamResponse(), asyncio.Queue[s.TokenDelta | None]()
         answer = self.engine.generate(turn, parts.put_nowait, report_s=0.0)
         answer.add_done_callback(lambda _: parts.put_nowait(None))
         await response.prepare(request)
@@ -317,7 +310,7 @@ class Server:
 
     def part(
         self,
-        turn: GenerateRequest,
+        turn: s.GenerateRequest,
         tokens: tuple[int, ...],
         logprobs: tuple[float, ...],
         first: int,
@@ -339,14 +332,14 @@ class Server:
         }
 
     def last_part(
-        self, turn: GenerateRequest, result: GenerateResult, first: int
+        self, turn: s.GenerateRequest, result: s.GenerateResult, first: int
     ) -> dict[str, Any]:
         reason: dict[str, object] = {"type": result.finish.value}
-        if result.finish is FinishReason.ABORTED:
+        if result.finish is s.FinishReason.ABORTED:
             reason = {"type": "abort", "message": "Aborted", "status_code": None}
-        elif result.finish is FinishReason.STOP:
+        elif result.finish is s.FinishReason.STOP:
             reason["matched"] = result.tokens[-1]
-        elif result.finish is FinishReason.LENGTH:
+        elif result.finish is s.FinishReason.LENGTH:
             reason["length"] = turn.sampling.max_tokens
         spans = [
             {"version": str(max(0, span.version)), "start": span.start, "end": span.end}
@@ -436,7 +429,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
     shape = read_shape(Path(arguments.model_path))
     label = arguments.weight_version
-    spec = EngineSpec(
+    spec = s.EngineSpec(
         id=EngineId("e0"),
         model=arguments.model_path,
         dtype=arguments.dtype,

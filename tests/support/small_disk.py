@@ -12,15 +12,7 @@ import sys
 from pathlib import Path
 
 from rollweave.train.checkpoint import verify
-from tests.support.real_runs import (
-    Lineage,
-    at_gate,
-    check_totals,
-    hazardous,
-    living,
-    run_dir,
-    run_to_end,
-)
+from tests.support import real_runs
 
 DISK_BYTES = 4 << 20
 BALLAST = "ballast"
@@ -39,15 +31,15 @@ def fill(disk: Path, spare: int) -> None:
 
 def main(directory: Path, where: str, spare: int) -> None:
     gate = directory / "gate"
-    config = hazardous(directory, {"gate": str(gate), "at": 60}, run={"steps": 8})
-    disk = run_dir(config) / where
+    config = real_runs.hazardous(directory, {"gate": str(gate), "at": 60}, run={"steps": 8})
+    disk = real_runs.run_dir(config) / where
     disk.mkdir(parents=True)
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk)], check=True
     )
-    lineage = Lineage()
-    with living(config) as life:
-        at_gate(life, gate)
+    lineage = real_runs.Lineage()
+    with real_runs.living(config) as life:
+        real_runs.at_gate(life, gate)
         fill(disk, spare)
         gate.touch()
         assert life.end() == 1, life.output
@@ -61,7 +53,7 @@ def main(directory: Path, where: str, spare: int) -> None:
     (disk / BALLAST).unlink()
     # Each step since the last good checkpoint is lost, with its trajectories.
     lost = config.run.steps - max(checkpoints)
-    check_totals(config, run_to_end(config, resume=True), losses=lost)
+    real_runs.check_totals(config, real_runs.run_to_end(config, resume=True), losses=lost)
     lineage.take(config)
     lineage.check(config.run.steps)
 

@@ -15,26 +15,13 @@ from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.record.summary import Summary, write_summary
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER, Trace
 from rollweave.runtime.metrics import Metrics, Silent
+from rollweave.schema import work
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import GroupRef, MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.serving import EngineStats
 from rollweave.schema.training import TrainMetrics
-from rollweave.schema.work import (
-    BLAME_OF,
-    Batch,
-    Purpose,
-    ScoredGroup,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    Timing,
-    TokenSequence,
-    Trajectory,
-    TurnSpan,
-)
 from rollweave.train.scratch import build_tokenizer
 
 CONFIG = """
@@ -122,13 +109,13 @@ class _Writer:
                 store.append(
                     Ended(
                         at=self._now,
-                        purpose=Purpose.TRAIN,
+                        purpose=work.Purpose.TRAIN,
                         member=member,
                         trajectory=_unscored(trajectory),
                     )
                 )
                 store.score(_score(trajectory, self._now))
-            groups.append(ScoredGroup(id=members[0].group_id, env=env, trajectories=members))
+            groups.append(work.ScoredGroup(id=members[0].group_id, env=env, trajectories=members))
         trace.span(
             TRAINER, "trainer", f"train {step}.0", self._now - 0.6, self._now - 0.1, groups=GROUPS
         )
@@ -155,7 +142,7 @@ class _Writer:
         metrics.sampled({EngineId("e0"): stats, EngineId("e1"): stats})
         metrics.trained(
             TrainStep(step=step, part=0, parts=1, groups=refs),
-            Batch(step=step, version=step, part=0, parts=1, groups=tuple(groups)),
+            work.Batch(step=step, version=step, part=0, parts=1, groups=tuple(groups)),
             TrainMetrics(values=self._values(step), tokens=900, train_s=0.5),
         )
 
@@ -173,27 +160,27 @@ class _Writer:
             begin = end
         trace.release(ENVIRONMENTS, slot)
 
-    def _trajectory(self, step: int, index: int, member: int, env: str) -> Trajectory:
+    def _trajectory(self, step: int, index: int, member: int, env: str) -> work.Trajectory:
         good = self._rng.random() < self._skill(step, env)
         name = f"g{step * GROUPS + index}"
-        return Trajectory(
+        return work.Trajectory(
             id=TrajectoryId(f"{name}.{member}"),
             group_id=GroupId(name),
-            task=Task(id=TaskId(f"{env}-{step}"), env=env, seed=step, tag=env),
+            task=work.Task(id=TaskId(f"{env}-{step}"), env=env, seed=step, tag=env),
             attempt=0,
             initiated_version=max(0, step - (1 if self._rng.random() < 0.6 else 0)),
             sequences=(self._sequence(step),),
             reward=1.0 if good else 0.0,
-            stop_reason=StopReason.FINISHED if good else StopReason.MAX_TURNS,
-            blame=BLAME_OF[StopReason.FINISHED if good else StopReason.MAX_TURNS],
+            stop_reason=work.StopReason.FINISHED if good else work.StopReason.MAX_TURNS,
+            blame=work.BLAME_OF[work.StopReason.FINISHED if good else work.StopReason.MAX_TURNS],
             engine="e0",
             success=good,
-            timing=Timing(
+            timing=work.Timing(
                 init_s=0.05, run_s=0.5, eval_s=0.05, queue_s=0.1, generate_s=0.45, env_s=0.05
             ),
         )
 
-    def _sequence(self, step: int) -> TokenSequence:
+    def _sequence(self, step: int) -> work.TokenSequence:
         """Return a prompt, a turn that a weight update splits, an observation and a
         last turn.
         """
@@ -203,29 +190,29 @@ class _Writer:
         for part in (prompt, turn[:1], turn[1:], seen, last):
             ends.append((ends[-1] if ends else 0) + len(part))
         kinds = (
-            SegmentKind.PROMPT,
-            SegmentKind.OUTPUT,
-            SegmentKind.OUTPUT,
-            SegmentKind.OBSERVATION,
-            SegmentKind.OUTPUT,
+            work.SegmentKind.PROMPT,
+            work.SegmentKind.OUTPUT,
+            work.SegmentKind.OUTPUT,
+            work.SegmentKind.OBSERVATION,
+            work.SegmentKind.OUTPUT,
         )
         versions = (-1, max(0, step - 1), step, -1, step)
         segments = tuple(
-            Segment(start=start, end=end, kind=kind, version=version)
+            work.Segment(start=start, end=end, kind=kind, version=version)
             for start, end, kind, version in zip([0, *ends], ends, kinds, versions, strict=False)
         )
         messages = [
-            kind is SegmentKind.OUTPUT
+            kind is work.SegmentKind.OUTPUT
             for kind, a, b in zip(kinds, [0, *ends], ends, strict=False)
             for _ in range(b - a)
         ]
-        return TokenSequence(
+        return work.TokenSequence(
             tokens=(*prompt, *turn, *seen, *last),
             segments=segments,
             logprobs=tuple(-0.5 if output else 0.0 for output in messages),
             turns=(
-                TurnSpan(start=ends[0], end=ends[2], reward=0.25, finish_reason=self._first),
-                TurnSpan(start=ends[3], end=ends[4], reward=0.75),
+                work.TurnSpan(start=ends[0], end=ends[2], reward=0.25, finish_reason=self._first),
+                work.TurnSpan(start=ends[3], end=ends[4], reward=0.75),
             ),
         )
 
@@ -320,13 +307,13 @@ def _idle(state: State) -> dict[str, Mapping[str, float]]:
     return {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
 
 
-def _unscored(trajectory: Trajectory) -> Trajectory:
+def _unscored(trajectory: work.Trajectory) -> work.Trajectory:
     import msgspec
 
     return msgspec.structs.replace(trajectory, reward=None)
 
 
-def _score(trajectory: Trajectory, at: float) -> Scored:
+def _score(trajectory: work.Trajectory, at: float) -> Scored:
     return Scored(
         at=at,
         trajectory_id=trajectory.id,

@@ -19,22 +19,8 @@ from transformers import (
 )
 
 from rollweave.engine.thread import EngineThread
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
-from rollweave.schema.serving import (
-    Add,
-    EngineCommand,
-    EngineFatal,
-    EngineReply,
-    EngineSpec,
-    EngineStats,
-    Generated,
-    GenerateRequest,
-    GenerateResult,
-    Sampled,
-    Sampling,
-    Shutdown,
-    Stats,
-)
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import Publisher
 
@@ -101,7 +87,7 @@ def save(model: torch.nn.Module, directory: Path) -> str:
     return str(directory)
 
 
-def spec(model: str, **changes: Any) -> EngineSpec:
+def spec(model: str, **changes: Any) -> s.EngineSpec:
     defaults: dict[str, Any] = {
         "id": EngineId("e"),
         "model": model,
@@ -109,7 +95,7 @@ def spec(model: str, **changes: Any) -> EngineSpec:
         "kv_tokens": 2048,
         "block_tokens": 8,
     }
-    return EngineSpec(**(defaults | changes))
+    return s.EngineSpec(**(defaults | changes))
 
 
 @torch.no_grad()
@@ -133,7 +119,7 @@ def oracle_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list
 def logprob_error(
     model: torch.nn.Module,
     prompt: Iterable[int],
-    result: GenerateResult,
+    result: s.GenerateResult,
     *,
     temperature: float = 1.0,
 ) -> float:
@@ -148,16 +134,18 @@ def logprob_error(
 
 def request(
     id: str, prompt: Iterable[int], *, rank: float = 0.0, **sampling: Any
-) -> GenerateRequest:
-    return GenerateRequest(id=id, tokens=tuple(prompt), sampling=Sampling(**sampling), rank=rank)
+) -> s.GenerateRequest:
+    return s.GenerateRequest(
+        id=id, tokens=tuple(prompt), sampling=s.Sampling(**sampling), rank=rank
+    )
 
 
 @dataclass
 class Outcome:
-    results: dict[str, GenerateResult] = field(default_factory=dict)
-    answers: list[GenerateResult] = field(default_factory=list)
-    replies: list[EngineReply] = field(default_factory=list)
-    stats: list[EngineStats] = field(default_factory=list)
+    results: dict[str, s.GenerateResult] = field(default_factory=dict)
+    answers: list[s.GenerateResult] = field(default_factory=list)
+    replies: list[s.EngineReply] = field(default_factory=list)
+    stats: list[s.EngineStats] = field(default_factory=list)
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [reply for reply in self.replies if isinstance(reply, kind)]
@@ -179,11 +167,11 @@ class Seconds:
 
 
 def drive(
-    of: EngineSpec,
-    requests: Iterable[GenerateRequest],
+    of: s.EngineSpec,
+    requests: Iterable[s.GenerateRequest],
     *,
-    at: Mapping[int, Sequence[EngineCommand | Callable[[], EngineCommand]]] | None = None,
-    on: Mapping[type[EngineReply], Sequence[EngineCommand]] | None = None,
+    at: Mapping[int, Sequence[s.EngineCommand | Callable[[], s.EngineCommand]]] | None = None,
+    on: Mapping[type[s.EngineReply], Sequence[s.EngineCommand]] | None = None,
     clock: "Seconds | None" = None,
 ) -> Outcome:
     """Run an engine on this thread until every request is answered. `at[n]` are further
@@ -195,34 +183,34 @@ def drive(
     later, replies = dict(at or {}), dict(on or {})
     expected = len(list(requests := list(requests)))
     further = itertools.chain(*later.values(), *replies.values())
-    expected += sum(isinstance(command, Add) for command in further)
+    expected += sum(isinstance(command, s.Add) for command in further)
     outcome = Outcome()
     ticks = 0
 
-    def reply(message: EngineReply) -> None:
+    def reply(message: s.EngineReply) -> None:
         nonlocal ticks
         outcome.replies.append(message)
         for command in replies.pop(type(message), ()):
             loop.post(command)
         match message:
-            case EngineFatal(error=error):
+            case s.EngineFatal(error=error):
                 raise AssertionError(error)
-            case Generated(result=result):
+            case s.Generated(result=result):
                 outcome.answers.append(result)
                 outcome.results.setdefault(result.id, result)
-            case Sampled(stats=stats):
+            case s.Sampled(stats=stats):
                 outcome.stats.append(stats)
                 if ticks:
                     loop.core.planner.check()
                     assert loop.core.live.keys() == loop.core.planner.live.keys()
                 if len(outcome.answers) == expected and not later and not replies:
-                    loop.post(Shutdown())
+                    loop.post(s.Shutdown())
                     return
                 for command in later.pop(ticks, ()):
                     loop.post(command() if callable(command) else command)
                 ticks += 1
                 assert ticks < 100_000, "the engine does not finish"
-                loop.post(Stats())
+                loop.post(s.Stats())
             case _:
                 pass
 
@@ -232,8 +220,8 @@ def drive(
         else EngineThread(of, reply, watch=clock.step, clock=clock)
     )
     for each in requests:
-        loop.post(Add(request=each))
-    loop.post(Stats())
+        loop.post(s.Add(request=each))
+    loop.post(s.Stats())
     loop.run()
     assert len(outcome.answers) == expected
     return outcome
@@ -245,7 +233,7 @@ def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> We
 
 def check_versions(
     prompt: list[int],
-    result: GenerateResult,
+    result: s.GenerateResult,
     models: dict[int, torch.nn.Module],
     *,
     temperature: float = 1.0,
@@ -257,10 +245,8 @@ def check_versions(
         v: oracle_logprobs(m, [*prompt, *result.tokens], temperature=temperature)
         for v, m in models.items()
     }
-    assert [span.start for span in result.versions] == [
-        0,
-        *(span.end for span in result.versions[:-1]),
-    ]
+    expected = [0, *(span.end for span in result.versions[:-1])]
+    assert [span.start for span in result.versions] == expected
     assert result.versions[-1].end == len(result.tokens)
     for span in result.versions:
         for at in range(span.start, span.end):

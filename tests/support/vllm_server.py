@@ -28,19 +28,9 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.servers.process import PLUGIN
 from rollweave.engine.servers.vllm import TOKEN
 from rollweave.engine.servers.vllm_control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import (
-    EngineSpec,
-    FinishReason,
-    GenerateRequest,
-    Sampling,
-    ServerName,
-    ServerSpec,
-    TokenDelta,
-    VersionSpan,
-    spans_between,
-)
 from tests.support.asgi import relayed
 from tests.support.engines import ROOT, engine_in_thread, environment
 from tests.support.forking import Forked
@@ -53,9 +43,9 @@ START_S = 120.0
 """Maximum seconds until the server is ready on a busy machine."""
 
 REASONS = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORTED: "abort",
+    s.FinishReason.STOP: "stop",
+    s.FinishReason.LENGTH: "length",
+    s.FinishReason.ABORTED: "abort",
 }
 
 Answer = tuple[int, dict[str, Any]]
@@ -204,16 +194,16 @@ class VllmApp:
         tokens so far, as with the plug-in.
         """
         assert body["stream_options"] == {"include_usage": True}
-        request, parts = generate_request(body), asyncio.Queue[TokenDelta | None]()
+        request, parts = generate_request(body), asyncio.Queue[s.TokenDelta | None]()
         self.live.add(request.id)
         answer = self.engine.generate(request, parts.put_nowait, report_s=0.0)
         answer.add_done_callback(lambda _: parts.put_nowait(None))
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        sent, versions = 0, tuple[VersionSpan, ...]()
+        sent, versions = 0, tuple[s.VersionSpan, ...]()
         try:
             while (delta := await parts.get()) is not None:
                 end = delta.start + len(delta.tokens)
-                versions = spans_between((*versions, *delta.versions), 0, end)
+                versions = s.spans_between((*versions, *delta.versions), 0, end)
                 choice = self._choice(delta.tokens, delta.logprobs, versions, None)
                 assert delta.start == sent
                 await send(event({"choices": [choice]}))
@@ -235,7 +225,7 @@ class VllmApp:
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
-        versions: Sequence[VersionSpan],
+        versions: Sequence[s.VersionSpan],
         finish: str | None,
     ) -> dict[str, Any]:
         content = [
@@ -260,12 +250,12 @@ def event(value: object) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-def generate_request(body: dict[str, Any]) -> GenerateRequest:
+def generate_request(body: dict[str, Any]) -> s.GenerateRequest:
     params = body["sampling_params"]
-    return GenerateRequest(
+    return s.GenerateRequest(
         id=body["request_id"],
         tokens=tuple(body["token_ids"]),
-        sampling=Sampling(
+        sampling=s.Sampling(
             temperature=params["temperature"],
             top_p=params["top_p"],
             top_k=params["top_k"],
@@ -310,7 +300,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     sys.modules["vllm"] = SimpleNamespace(__version__="0.32.0")  # type: ignore[assignment]
     sys.path.append(str(PLUGIN))
     guard_of = importlib.import_module("rollweave_vllm_leases").LeasedGuard
-    spec = EngineSpec(
+    spec = s.EngineSpec(
         id=EngineId("e0"),
         model=arguments.model,
         max_slots=arguments.slots,
@@ -335,14 +325,14 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 def attached_spec(
     *ports: int,
-    kind: ServerName = "vllm",
+    kind: s.ServerName = "vllm",
     token: str = SECRET,
     run: str = "h:/run",
     start_s: float = START_S,
     context: int = 0,
-) -> ServerSpec:
+) -> s.ServerSpec:
     """Return the server of an engine: one of those that already run at these ports."""
-    return ServerSpec(
+    return s.ServerSpec(
         kind=kind,
         start_s=start_s,
         control_s=60.0,

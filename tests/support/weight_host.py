@@ -14,17 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from rollweave.schema.weights import (
-    FetchVersion,
-    RelayAddress,
-    RelayReply,
-    TensorMeta,
-    VersionFailed,
-    VersionFetched,
-    VersionStalled,
-    WeightManifest,
-    WeightPart,
-)
+from rollweave.schema import weights
 from rollweave.weights.memory import Ranges, combined_digest, seal
 from rollweave.weights.relay import Relay
 from rollweave.weights.serve import Broadcast, ServedVersion, serve_version
@@ -42,13 +32,13 @@ class Memory:
         payload: bytes,
         *,
         publication_id: int,
-        tensors: tuple[TensorMeta, ...],
+        tensors: tuple[weights.TensorMeta, ...],
     ) -> None:
         self.payload = payload
         self.fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(self.fd, payload)
         seal(self.fd)
-        self.manifest = WeightManifest(
+        self.manifest = weights.WeightManifest(
             version=publication_id,
             publication_id=publication_id,
             location=f"/proc/{os.getpid()}/fd/{self.fd}",
@@ -63,12 +53,12 @@ class Memory:
             self.fd = -1
 
 
-def tensors_of(*sizes: int) -> tuple[TensorMeta, ...]:
+def tensors_of(*sizes: int) -> tuple[weights.TensorMeta, ...]:
     """Lay out fp32 vectors with these numbers of elements, at multiples of 64 bytes."""
     metas, offset = [], 0
     for number, size in enumerate(sizes):
         metas.append(
-            TensorMeta(
+            weights.TensorMeta(
                 name=f"t{number}", dtype="float32", shape=(size,), offset=offset, nbytes=4 * size
             )
         )
@@ -76,7 +66,7 @@ def tensors_of(*sizes: int) -> tuple[TensorMeta, ...]:
     return tuple(metas)
 
 
-def payload_of(tensors: tuple[TensorMeta, ...], *, seed: int) -> bytes:
+def payload_of(tensors: tuple[weights.TensorMeta, ...], *, seed: int) -> bytes:
     values = np.random.default_rng(seed)
     data = bytearray(max((meta.offset + meta.nbytes for meta in tensors), default=0))
     for meta in tensors:
@@ -100,7 +90,7 @@ SHAPES = tensors_of(40_000, 7, 0, 90_001, 1_100_000)  # three blocks of a delta
 
 @contextlib.contextmanager
 def versions(
-    count: int, *, tensors: tuple[TensorMeta, ...] = SHAPES, first: int = 1
+    count: int, *, tensors: tuple[weights.TensorMeta, ...] = SHAPES, first: int = 1
 ) -> Iterator[list[Memory]]:
     """Publish consecutive versions of one model, with ids from `first`."""
     payload, memories = payload_of(tensors, seed=0), []
@@ -141,7 +131,7 @@ class Parts:
         )
         self.sizes = [sum(stop - start for start, stop in part.ranges) for part in parts]
 
-    def _part(self, number: int, ranges: tuple[tuple[int, int], ...]) -> WeightPart:
+    def _part(self, number: int, ranges: tuple[tuple[int, int], ...]) -> weights.WeightPart:
         fd = os.memfd_create("part", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, len(self.payload))
         content = xxhash.xxh3_128()
@@ -150,7 +140,7 @@ class Parts:
             content.update(self.payload[start:stop])
         seal(fd)
         self._fds.append(fd)
-        return WeightPart(
+        return weights.WeightPart(
             rank=number,
             location=f"/proc/{os.getpid()}/fd/{fd}",
             ranges=ranges,
@@ -175,34 +165,39 @@ class Host:
     """A relay in this process, and its answers."""
 
     def __init__(self, transport: Tcp, *, linger_s: float = 60.0) -> None:
-        self.answers: asyncio.Queue[RelayReply] = asyncio.Queue()
-        self.stalls: list[VersionStalled] = []
+        self.answers: asyncio.Queue[weights.RelayReply] = asyncio.Queue()
+        self.stalls: list[weights.VersionStalled] = []
         self.relay = Relay(transport, self._on_reply, linger_s=linger_s)
-        self.address = RelayAddress(host="", port=0, secret=b"")
+        self.address = weights.RelayAddress(host="", port=0, secret=b"")
 
-    async def fetch(self, *arguments: Any, **options: Any) -> VersionFetched | VersionFailed:
+    async def fetch(
+        self, *arguments: Any, **options: Any
+    ) -> weights.VersionFetched | weights.VersionFailed:
         """Fetch a version, with the arguments of `start_fetch`."""
         self.start_fetch(*arguments, **options)
         return await self.answer()
 
     def start_fetch(
-        self, manifest: WeightManifest, source: "Host | RelayAddress | None" = None, **options: Any
+        self,
+        manifest: weights.WeightManifest,
+        source: "Host | weights.RelayAddress | None" = None,
+        **options: Any,
     ) -> None:
         """Start to fetch a version; `options` are further fields of `FetchVersion`."""
         address = source.address if isinstance(source, Host) else source
         options = {"chunk_bytes": 256 * KIB} | options
-        self.relay.fetch(FetchVersion(manifest=manifest, source=address, **options))
+        self.relay.fetch(weights.FetchVersion(manifest=manifest, source=address, **options))
 
-    def _on_reply(self, reply: RelayReply) -> None:
-        if isinstance(reply, VersionStalled):
+    def _on_reply(self, reply: weights.RelayReply) -> None:
+        if isinstance(reply, weights.VersionStalled):
             self.stalls.append(reply)
         else:
             self.answers.put_nowait(reply)
 
-    async def answer(self) -> VersionFetched | VersionFailed:
+    async def answer(self) -> weights.VersionFetched | weights.VersionFailed:
         async with asyncio.timeout(30):
             answer = await self.answers.get()
-        assert isinstance(answer, VersionFetched | VersionFailed)
+        assert isinstance(answer, weights.VersionFetched | weights.VersionFailed)
         return answer
 
     def payload(self, publication_id: int) -> bytes | None:
@@ -260,7 +255,7 @@ class TappedMaster:
 @contextlib.asynccontextmanager
 async def tapped(
     memory: Memory, *, piece: int = 256 * KIB
-) -> AsyncIterator[tuple[TappedMaster, RelayAddress]]:
+) -> AsyncIterator[tuple[TappedMaster, weights.RelayAddress]]:
     tap = TappedMaster(memory, piece=piece)
     listener = await Tcp(idle_timeout_s=5.0).listen("127.0.0.1", tap.serve)
     try:

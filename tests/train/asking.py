@@ -5,19 +5,8 @@ from typing import Any
 
 import torch
 
+from rollweave.schema import training
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.training import (
-    Publish,
-    Published,
-    Restore,
-    Restored,
-    Save,
-    Saved,
-    Trained,
-    TrainerCommand,
-    TrainFailed,
-    TrainOn,
-)
 from rollweave.schema.work import Batch
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
@@ -33,34 +22,34 @@ CASE: dict[str, Any] = {
 
 def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Train on the batch, and return the metrics."""
-    reply = trainer.handle(TrainOn(batch=batch))
-    assert isinstance(reply, Trained), reply
+    reply = trainer.handle(training.TrainOn(batch=batch))
+    assert isinstance(reply, training.Trained), reply
     assert (reply.step, reply.part) == (batch.step, batch.part)
     return reply.metrics.values
 
 
 def published(trainer: Trainer, version: int = 0) -> dict[str, torch.Tensor]:
     """Publish the weights as `version`, and return copies of their tensors."""
-    reply = trainer.handle(Publish(version=version, publication_id=version))
-    assert isinstance(reply, Published), reply
+    reply = trainer.handle(training.Publish(version=version, publication_id=version))
+    assert isinstance(reply, training.Published), reply
     return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
 def save_to(trainer: Trainer, path: Path, *, export: bool = False) -> None:
     """Save a checkpoint."""
-    reply = trainer.handle(Save(path=str(path), export=export))
-    assert isinstance(reply, Saved), reply
+    reply = trainer.handle(training.Save(path=str(path), export=export))
+    assert isinstance(reply, training.Saved), reply
 
 
 def restore_from(trainer: Trainer, path: Path, *, step: int) -> None:
     """Restore a checkpoint of this step."""
-    assert trainer.handle(Restore(path=str(path))) == Restored(step=step)
+    assert trainer.handle(training.Restore(path=str(path))) == training.Restored(step=step)
 
 
-def refused(trainer: Trainer, command: TrainerCommand) -> TrainFailed:
+def refused(trainer: Trainer, command: training.TrainerCommand) -> training.TrainFailed:
     """Return the failure with which a command is answered."""
     reply = trainer.handle(command)
-    assert isinstance(reply, TrainFailed), reply
+    assert isinstance(reply, training.TrainFailed), reply
     return reply
 
 

@@ -12,15 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from rollweave.schema import work
 from rollweave.schema.config.training import AlgorithmConfig
-from rollweave.schema.work import (
-    TRAINABLE,
-    Limits,
-    ScoredGroup,
-    StopReason,
-    TokenSequence,
-    Trajectory,
-)
 from rollweave.train.advantages import overlong_penalty, token_advantages
 from tests.support.properties import examples
 from tests.support.trainers import make_group, make_sequence, make_trajectory
@@ -28,12 +21,12 @@ from tests.support.trainers import make_group, make_sequence, make_trajectory
 REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.001, 0.2, 1.0]), min_size=1, max_size=6)
 
 
-def groups_of(rewards: list[list[float]], seed: int) -> list[ScoredGroup]:
+def groups_of(rewards: list[list[float]], seed: int) -> list[work.ScoredGroup]:
     rng = random.Random(seed)
     return [make_group(f"g{index}", row, rng) for index, row in enumerate(rewards)]
 
 
-def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
+def value_of(trajectory: work.Trajectory, tensors: list[torch.Tensor]) -> float:
     """Return the advantage that all output tokens share; check that the others have
     0.
     """
@@ -89,7 +82,7 @@ def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator:
     assert values == pytest.approx(expected, abs=1e-5)
 
 
-def random_group(rng: random.Random, size: int) -> ScoredGroup:
+def random_group(rng: random.Random, size: int) -> work.ScoredGroup:
     """Build trajectories of one or two sequences with rewards by turn and a final
     addition.
     """
@@ -107,7 +100,9 @@ def random_group(rng: random.Random, size: int) -> ScoredGroup:
             [0.0, 2.0]
         )
         trajectories.append(make_trajectory(f"t{index}", tuple(sequences), total))
-    return ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=tuple(trajectories))
+    return work.ScoredGroup(
+        id=trajectories[0].group_id, env="none", trajectories=tuple(trajectories)
+    )
 
 
 @settings(max_examples=examples(60))
@@ -153,7 +148,7 @@ def test_gigpo_without_turns_takes_a_sequence_for_one_turn() -> None:
     trajectories = tuple(
         make_trajectory(f"t{i}", (sequence,), float(i)) for i, sequence in enumerate(bare)
     )
-    group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
+    group = work.ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
     advantages = token_advantages([group], AlgorithmConfig(advantage="gigpo"))
     assert [value_of(t, tensors) for t, tensors in zip(trajectories, advantages, strict=True)] == [
         -1.0,
@@ -186,14 +181,14 @@ ESTIMATORS = [
 ]
 
 
-def punished_by(trajectory: Trajectory) -> float:
+def punished_by(trajectory: work.Trajectory) -> float:
     """Return the punishment of docs/ALGORITHMS.md, in tokens: L of the longest
     sequence, M at most, a cache C of a fifth of M.
     """
     length = max([len(sequence.tokens) for sequence in trajectory.sequences], default=0)
     most = trajectory.task.limits.max_tokens
     cache = most / 5
-    if trajectory.stop_reason is StopReason.MAX_TOKENS or length >= most:
+    if trajectory.stop_reason is work.StopReason.MAX_TOKENS or length >= most:
         return -1.0
     return 0.0 if length <= most - cache else (most - cache - length) / cache
 
@@ -202,14 +197,14 @@ def punished_by(trajectory: Trajectory) -> float:
 @given(
     seed=st.integers(0, 10_000),
     most=st.integers(10, 60),
-    reasons=st.lists(st.sampled_from(sorted(TRAINABLE)), min_size=1, max_size=4),
+    reasons=st.lists(st.sampled_from(sorted(work.TRAINABLE)), min_size=1, max_size=4),
 )
 def test_overlong_trajectories_are_punished_as_defined(
-    seed: int, most: int, reasons: list[StopReason]
+    seed: int, most: int, reasons: list[work.StopReason]
 ) -> None:
     """A punishment changes what an estimator takes for the reward, and nothing else."""
     rng = random.Random(seed)
-    limits = Limits(max_tokens=most, max_turn_tokens=7, max_turns=5)
+    limits = work.Limits(max_tokens=most, max_turn_tokens=7, max_turns=5)
     drawn = taught(random_group(rng, len(reasons)), rng)
     group = msgspec.structs.replace(
         drawn,
@@ -231,7 +226,7 @@ def test_overlong_trajectories_are_punished_as_defined(
     )
     rewarded = msgspec.structs.replace(group, trajectories=changed)
 
-    def flat(of: ScoredGroup, estimator: str, overlong: str) -> list[float]:
+    def flat(of: work.ScoredGroup, estimator: str, overlong: str) -> list[float]:
         algorithm = AlgorithmConfig(
             advantage=estimator,  # type: ignore[arg-type]
             overlong=overlong,  # type: ignore[arg-type]
@@ -256,10 +251,10 @@ def test_a_trajectory_without_reward_is_an_error() -> None:
         )
 
 
-def taught(group: ScoredGroup, rng: random.Random) -> ScoredGroup:
+def taught(group: work.ScoredGroup, rng: random.Random) -> work.ScoredGroup:
     """Return the group with log-probs of a teacher, a few of them far off."""
 
-    def of(sequence: TokenSequence) -> TokenSequence:
+    def of(sequence: work.TokenSequence) -> work.TokenSequence:
         teacher = tuple(
             rng.choice([-rng.uniform(0.0, 8.0), -50.0]) if sampled else 0.0
             for sampled in sequence.output_mask()

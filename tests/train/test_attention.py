@@ -12,15 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.attention import (
-    PackedMask,
-    Rows,
-    _blocks,
-    _has_varlen,
-    _varlen,
-    attend,
-    packed_attention,
-)
+from rollweave.train import attention
 from rollweave.train.packing import Example, Packed, pack
 from tests.support.properties import examples
 from tests.support.trainers import make_examples
@@ -68,7 +60,7 @@ def assert_attends(
     positions = torch.arange(length).expand(batch, -1) if chosen is None else chosen
     for max_scores in (0, 1 << 20):
         assert_equal(
-            lambda *a, most=max_scores: attend(*a, chosen, max_scores=most),
+            lambda *a, most=max_scores: attention.attend(*a, chosen, max_scores=most),
             lambda *a: plain(*a, positions),
             q,
             k,
@@ -104,11 +96,14 @@ def test_future_keys_have_no_effect(sharpness: float) -> None:
     changed_k, changed_v = k.clone(), v.clone()
     changed_k[:, 40:] *= -3
     changed_v[:, 40:] = 1e6
-    assert torch.equal(attend(q, k, v, None)[:, :32], attend(q, changed_k, changed_v, None)[:, :32])
+    assert torch.equal(
+        attention.attend(q, k, v, None)[:, :32],
+        attention.attend(q, changed_k, changed_v, None)[:, :32],
+    )
     positions = torch.arange(40)[None]
     before, after = (
-        attend(q[:, :40], k, v, positions),
-        attend(q[:, :40], changed_k, changed_v, positions),
+        attention.attend(q[:, :40], k, v, positions),
+        attention.attend(q[:, :40], changed_k, changed_v, positions),
     )
     torch.testing.assert_close(before, after, atol=1e-6 * sharpness, rtol=1e-6)
 
@@ -149,7 +144,7 @@ def test_what_the_kernel_of_gpus_supports(
         SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(3, 2, dim)) for dim in dims
     )
     mask: Any = SimpleNamespace(visible=visible, window=window)
-    assert _has_varlen(cast(Any, q), cast(Any, v), mask) is has
+    assert attention._has_varlen(cast(Any, q), cast(Any, v), mask) is has
 
 
 @pytest.mark.parametrize("prompts", [0, 2])
@@ -163,10 +158,10 @@ def test_the_kernel_of_gpus_attends_to_sequences_in_a_row(
         parts = itertools.pairwise(ends.tolist())
         return torch.cat(
             [
-                packed_attention(
+                attention.packed_attention(
                     torch.nn.Identity(),
                     *(x[start:end].transpose(0, 1)[None] for x in (q, k, v)),
-                    PackedMask(Rows.of(alone(end - start)), None),
+                    attention.PackedMask(attention.Rows.of(alone(end - start)), None),
                     scaling=scale,
                 )[0][0]
                 for start, end in parts
@@ -178,20 +173,20 @@ def test_the_kernel_of_gpus_attends_to_sequences_in_a_row(
 
     packed = pack(make_examples(6, prompts=prompts))
     assert (packed.keys.cells is not None) == bool(prompts)
-    mask = PackedMask(Rows.of(packed), None)
+    mask = attention.PackedMask(attention.Rows.of(packed), None)
     q, k, v = (randn(seed, 1, 2, len(packed.tokens), 4) for seed in range(3))
-    expected, _ = packed_attention(torch.nn.Identity(), q, k, v, mask)
+    expected, _ = attention.packed_attention(torch.nn.Identity(), q, k, v, mask)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
-    torch.testing.assert_close(_varlen(*rows, mask, 0.5), expected[0])
+    torch.testing.assert_close(attention._varlen(*rows, mask, 0.5), expected[0])
 
 
 @pytest.mark.parametrize(
     ("mask", "options", "problem"),
     [
         (None, {}, "attends without a mask of transformers' mask interface"),
-        (PackedMask(Any, None), {"position_bias": 1}, "attends with position_bias"),  # type: ignore[arg-type]
-        (PackedMask(Any, None), {"dropout": 0.1}, "attends with dropout"),  # type: ignore[arg-type]
+        (attention.PackedMask(Any, None), {"position_bias": 1}, "attends with position_bias"),  # type: ignore[arg-type]
+        (attention.PackedMask(Any, None), {"dropout": 0.1}, "attends with dropout"),  # type: ignore[arg-type]
     ],
 )
 def test_attention_that_packing_lacks_is_refused(
@@ -199,7 +194,7 @@ def test_attention_that_packing_lacks_is_refused(
 ) -> None:
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(TrainerError, match=f"^Identity {problem}$"):
-        packed_attention(torch.nn.Identity(), x, x, x, mask, **options)
+        attention.packed_attention(torch.nn.Identity(), x, x, x, mask, **options)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +202,7 @@ def test_attention_that_packing_lacks_is_refused(
 )
 def test_blocks_of_queries(width: int, ends: list[int]) -> None:
     q = torch.zeros(1, 1, width, 2)
-    assert _blocks(q, q[0], None) == [
+    assert attention._blocks(q, q[0], None) == [
         (start, end, end) for start, end in itertools.pairwise([0, *ends])
     ]
-    assert _blocks(q, q[0, :, :5], torch.ones(1)) == [(0, width, 5)]
+    assert attention._blocks(q, q[0, :, :5], torch.ones(1)) == [(0, width, 5)]

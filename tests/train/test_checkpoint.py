@@ -15,16 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollweave.io.tokenizer import tokenizer_files
+from rollweave.schema import training
 from rollweave.schema.errors import TrainerError, WeightsError
-from rollweave.schema.training import (
-    Publish,
-    Published,
-    Restore,
-    Save,
-    SaveFailed,
-    TrainFailed,
-    TrainOn,
-)
 from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
@@ -125,15 +117,15 @@ def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
 ) -> None:
     trainer = Trainer(make_config(), model_dir)
     save_to(trainer, tmp_path / "c")
-    trainer.handle(TrainOn(batch=make_batch()))
+    trainer.handle(training.TrainOn(batch=make_batch()))
     file = tmp_path / "c" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    reply = refused(trainer, Restore(path=str(tmp_path / "c")))
+    reply = refused(trainer, training.Restore(path=str(tmp_path / "c")))
     assert "damaged" in reply.error
     assert trainer.step == 1
     other = make_model(tmp_path / "other", hidden=64)
     save_to(Trainer(make_config(), other), tmp_path / "o")
-    reply = refused(trainer, Restore(path=str(tmp_path / "o")))
+    reply = refused(trainer, training.Restore(path=str(tmp_path / "o")))
     assert "shape" in reply.error
     trained(trainer, make_batch(1, step=1))
 
@@ -146,7 +138,7 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
     config = json.loads((source / "config.json").read_text()) | {"torch_dtype": "float16"}
     (source / "config.json").write_text(json.dumps(config))
     trainer = Trainer(make_config(), source)
-    trainer.handle(TrainOn(batch=make_batch()))
+    trainer.handle(training.TrainOn(batch=make_batch()))
     save_to(trainer, tmp_path / "c", export=True)
     exported = tmp_path / "c" / "hf"
     assert "torch_dtype" not in (exported / "config.json").read_text()
@@ -162,7 +154,9 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
     again = Trainer(make_config(), exported)  # it can be trained further
     assert again.step == 0
     (exported / "model.safetensors").write_bytes(b"")
-    assert isinstance(trainer.handle(Restore(path=str(tmp_path / "c"))), TrainFailed)
+    assert isinstance(
+        trainer.handle(training.Restore(path=str(tmp_path / "c"))), training.TrainFailed
+    )
 
 
 # A file-size limit acts like a full disk, and needs no privileges. SIGXFSZ is ignored,
@@ -195,10 +189,8 @@ def test_a_failed_write_keeps_the_former_checkpoint(model_dir: Path, tmp_path: P
         },
     )
     output, _ = limited.communicate()
-    assert (limited.returncode, output.split()) == (
-        0,
-        ["Saved", "SaveFailed", "SaveFailed", "Saved"],
-    )
+    expected = (0, ["Saved", "SaveFailed", "SaveFailed", "Saved"])
+    assert (limited.returncode, output.split()) == expected
     assert load(tmp_path / "c").step == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"]
 
@@ -220,8 +212,8 @@ def test_a_full_disk_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path
         trained(
             trainer, make_batch()
         )  # now there are moments, which do not fit beside the first checkpoint
-        reply = trainer.handle(Save(path=str(disk / "d")))
-        assert isinstance(reply, SaveFailed)
+        reply = trainer.handle(training.Save(path=str(disk / "d")))
+        assert isinstance(reply, training.SaveFailed)
         assert "space" in reply.error
         assert [path.name for path in disk.iterdir()] == ["c"]
         restore_from(trainer, disk, step=0)
@@ -246,13 +238,13 @@ def test_a_checkpoint_has_the_bits_that_were_published(tmp_path: Path, dtype: st
     config = changed(plain, "model", dtype=dtype)
     trainer = Trainer(config, directory)
     trained(trainer, make_batch())
-    first = trainer.handle(Publish(version=1, publication_id=7))
-    assert isinstance(first, Published)
+    first = trainer.handle(training.Publish(version=1, publication_id=7))
+    assert isinstance(first, training.Published)
     save_to(trainer, tmp_path / "c")
-    trainer.handle(TrainOn(batch=make_batch(1, step=1)))
-    trainer.handle(Restore(path=str(tmp_path / "c")))
-    again = trainer.handle(Publish(version=1, publication_id=8, keep=(7,)))
-    assert isinstance(again, Published)
+    trainer.handle(training.TrainOn(batch=make_batch(1, step=1)))
+    trainer.handle(training.Restore(path=str(tmp_path / "c")))
+    again = trainer.handle(training.Publish(version=1, publication_id=8, keep=(7,)))
+    assert isinstance(again, training.Published)
     published_bits = bits(
         read_trainer_checkpoint(tmp_path / "c", step=1, dtype=getattr(torch, config.model.dtype))
     )

@@ -33,17 +33,9 @@ from rollweave.train.packing import pack
 from rollweave.train.rows import batch_rows
 from rollweave.train.state import load_named_tensors
 from rollweave.train.trainer import Trainer
+from tests.support import trainers
 from tests.support.architectures import build, read
 from tests.support.properties import examples
-from tests.support.trainers import (
-    CPU,
-    make_batch,
-    make_config,
-    make_examples,
-    make_model,
-    make_trajectory,
-    poisoned,
-)
 from tests.support.variants import mostly_extended, mostly_slow
 from tests.train.asking import changed, published, refused, restore_from, same, save_to, trained
 from tests.train.compare import assert_all_close
@@ -62,10 +54,10 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def test_a_value_is_a_product_of_the_hidden_state_before_the_token(model_dir: Path) -> None:
-    config = make_config(advantage="gae")
-    critic = Critic(config, model_dir, ranks=ALONE, device=CPU, on_device=True)
-    trunk = load_model(model_dir, dtype="float32", device=CPU)
-    row = batch_rows(make_batch(1), config.algorithm)[0]
+    config = trainers.make_config(advantage="gae")
+    critic = Critic(config, model_dir, ranks=ALONE, device=trainers.CPU, on_device=True)
+    trunk = load_model(model_dir, dtype="float32", device=trainers.CPU)
+    row = batch_rows(trainers.make_batch(1), config.algorithm)[0]
     packed = pack([row.example])
     assert not critic.model(packed, 1.0).logprobs.any()
     with torch.no_grad():
@@ -86,8 +78,8 @@ def test_a_value_of_a_model_of_transformers_is_one_of_its_own_hidden_states(
     tmp_path: Path, name: str
 ) -> None:
     path = build(name, tmp_path / "m")
-    model = load_value_model(path, "transformers", dtype="float32", device=CPU)
-    examples = make_examples(4)
+    model = load_value_model(path, "transformers", dtype="float32", device=trainers.CPU)
+    examples = trainers.make_examples(4)
     assert not model(pack(examples), 1.0).logprobs.any()
     head = torch.arange(len(model.value)) / len(model.value)
     with torch.no_grad():
@@ -107,17 +99,17 @@ def test_a_value_of_a_model_of_transformers_is_one_of_its_own_hidden_states(
 @pytest.mark.extended
 @pytest.mark.parametrize("tied", mostly_slow([True, False], {True}))
 def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None:
-    path = make_model(tmp_path / "m") if tied else build("qwen3", tmp_path / "m")
-    batch, steps, gradients = make_batch(3), [], []
+    path = trainers.make_model(tmp_path / "m") if tied else build("qwen3", tmp_path / "m")
+    batch, steps, gradients = trainers.make_batch(3), [], []
     weights: dict[str, torch.Tensor] = {}
     for implementation in ("native", "transformers"):
-        config = make_config(
+        config = trainers.make_config(
             advantage="gae",
             implementation=implementation,
             trainer={"minibatches": 2, "epochs": 2, "save_memory": ["activations"]},
         )
         trainer = Trainer(config, path)
-        steps.append([trained(trainer, make_batch(step, step=step)) for step in range(3)])
+        steps.append([trained(trainer, trainers.make_batch(step, step=step)) for step in range(3)])
         critic = critic_of(trainer)
         weights = weights or critic.state.tensors()
         load_named_tensors(critic.model, weights)  # rounding has grown in three steps
@@ -138,11 +130,11 @@ def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None
 @pytest.mark.parametrize("advantage", mostly_slow(["gae", "gae_turn"], {"gae_turn"}))
 def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantage: str) -> None:
     """Trained on one batch again and again, it explains the returns ever better."""
-    config = make_config(advantage=advantage, steps=60, trainer={"lr": 3e-3, "epochs": 2})
+    config = trainers.make_config(advantage=advantage, steps=60, trainer={"lr": 3e-3, "epochs": 2})
     trainer = Trainer(config, model_dir)
     explained, losses = [], []
     for step in range(25):
-        batch = msgspec.structs.replace(make_batch(7), step=step, version=step)
+        batch = msgspec.structs.replace(trainers.make_batch(7), step=step, version=step)
         values = trained(trainer, batch)
         explained.append(values["critic_explained"])
         losses.append(values["critic_loss"])
@@ -155,9 +147,9 @@ def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantag
 
 def test_a_minibatch_is_half_the_mean_squared_error(model_dir: Path, tmp_path: Path) -> None:
     """Before its first step every value is 0, so that a return is a reward-to-go."""
-    config = make_config(advantage="gae", trainer={"micro_tokens": 30})
+    config = trainers.make_config(advantage="gae", trainer={"micro_tokens": 30})
     trainer = Trainer(config, model_dir)
-    batch = make_batch(2)
+    batch = trainers.make_batch(2)
     values = trained(trainer, batch)
     squares = []
     for group in batch.groups:
@@ -173,11 +165,11 @@ def test_a_minibatch_is_half_the_mean_squared_error(model_dir: Path, tmp_path: P
 
 
 def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path) -> None:
-    config = make_config(advantage="grpo", own={"other": {"advantage": "gae_turn"}})
+    config = trainers.make_config(advantage="grpo", own={"other": {"advantage": "gae_turn"}})
     trainer = Trainer(config, model_dir)
-    assert "critic_loss" not in trained(trainer, make_batch(0))
+    assert "critic_loss" not in trained(trainer, trainers.make_batch(0))
     before = critic_of(trainer).state.tensors()
-    assert "critic_loss" in trained(trainer, make_batch(1, step=1, envs=("none", "other")))
+    assert "critic_loss" in trained(trainer, trainers.make_batch(1, step=1, envs=("none", "other")))
     after = critic_of(trainer).state.tensors()
     assert not torch.equal(before["value"], after["value"])
 
@@ -187,19 +179,19 @@ def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path
 def test_a_restored_trainer_continues_bitwise(
     model_dir: Path, tmp_path: Path, implementation: str
 ) -> None:
-    config = make_config(
+    config = trainers.make_config(
         advantage="gae", trainer={"minibatches": 2, "epochs": 2}, implementation=implementation
     )
     first = Trainer(config, model_dir)
     for step in range(4):
-        trained(first, make_batch(step, step=step))
+        trained(first, trainers.make_batch(step, step=step))
         if step == 1:
             save_to(first, tmp_path / "c", export=True)
     second = Trainer(config, model_dir)
-    trained(second, make_batch(9))  # a step that the restore discards
+    trained(second, trainers.make_batch(9))  # a step that the restore discards
     restore_from(second, tmp_path / "c", step=2)
     for step in (2, 3):
-        trained(second, make_batch(step, step=step))
+        trained(second, trainers.make_batch(step, step=step))
     assert same(state_of(first), state_of(second))
 
 
@@ -207,40 +199,42 @@ def test_a_restored_trainer_continues_bitwise(
 def test_a_run_may_get_a_critic_and_lose_it_again(
     model_dir: Path, tmp_path: Path, implementation: str
 ) -> None:
-    plain = make_config(implementation=implementation)
-    with_critic = make_config(advantage="gae", implementation=implementation)
+    plain = trainers.make_config(implementation=implementation)
+    with_critic = trainers.make_config(advantage="gae", implementation=implementation)
     first = Trainer(plain, model_dir)
-    trained(first, make_batch(0))
+    trained(first, trainers.make_batch(0))
     save_to(first, tmp_path / "s1")
     second = Trainer(with_critic, model_dir)
     restore_from(second, tmp_path / "s1", step=1)
     policy = {name[7:]: t for name, t in state_of(second).items() if name.startswith("policy/")}
     trunk = critic_of(second).state.tensors()
     assert all(torch.equal(trunk[name], policy[name]) for name in trunk.keys() - {"value"})
-    trained(second, make_batch(1, step=1))
+    trained(second, trainers.make_batch(1, step=1))
     save_to(second, tmp_path / "s2")
     third = Trainer(plain, model_dir)
     restore_from(third, tmp_path / "s2", step=2)
-    trained(third, make_batch(2, step=2))
+    trained(third, trainers.make_batch(2, step=2))
 
 
 @pytest.mark.parametrize("passes", [{}, {"epochs": 2, "minibatches": 3}])
 def test_a_policy_that_fails_does_not_change_the_critic(
     model_dir: Path, tmp_path: Path, passes: dict[str, Any]
 ) -> None:
-    trainer = Trainer(make_config(advantage="gae", trainer=passes), model_dir)
-    trained(trainer, make_batch(0))
+    trainer = Trainer(trainers.make_config(advantage="gae", trainer=passes), model_dir)
+    trained(trainer, trainers.make_batch(0))
     before = state_of(trainer)
-    reply = refused(trainer, TrainOn(batch=poisoned(make_batch(1, step=1), math.nan)))
+    reply = refused(
+        trainer, TrainOn(batch=trainers.poisoned(trainers.make_batch(1, step=1), math.nan))
+    )
     assert reply.nonfinite
     assert same(state_of(trainer), before)
 
 
 def test_its_learning_rate_is_its_own(model_dir: Path, tmp_path: Path) -> None:
-    config = make_config(advantage="gae", trainer={"lr": 1e-3})
+    config = trainers.make_config(advantage="gae", trainer={"lr": 1e-3})
     config = changed(config, "critic", lr=5e-3)
     trainer = Trainer(config, model_dir)
-    assert trained(trainer, make_batch(0))["lr"] == 1e-3
+    assert trained(trainer, trainers.make_batch(0))["lr"] == 1e-3
     assert critic_of(trainer).state.optimizer.param_groups[0]["lr"] == 5e-3
 
 
@@ -338,7 +332,7 @@ def test_estimates(seed: int, gamma: float, gae_lambda: float, by_turn: bool) ->
     sequences = tuple(sequence_of(rng) for _ in range(rng.randint(1, 3)))
     rewards = [span.reward for sequence in sequences for span in sequence.turns]
     rewards[-1] += rng.choice([0.0, 2.0])  # a final evaluation, of which no turn knows
-    trajectory = make_trajectory("t", sequences, sum(rewards))
+    trajectory = trainers.make_trajectory("t", sequences, sum(rewards))
     group = ScoredGroup(id=GroupId("g"), env="none", trajectories=(trajectory,))
     rows = batch_rows(Batch(step=0, version=0, part=0, parts=1, groups=(group,)), algorithm)
     assume(rows)

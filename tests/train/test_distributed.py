@@ -10,19 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollweave.schema.training import (
-    Copied,
-    Restore,
-    Restored,
-    Save,
-    Saved,
-    SaveFailed,
-    StopTrainer,
-    Trained,
-    TrainerReply,
-    TrainFailed,
-    TrainOn,
-)
+from rollweave.schema import training
 from rollweave.train.checkpoint import Checkpoint, load, verify
 from rollweave.train.distributed import ALONE, RankGroup, interface_of, join_store, open_store
 from rollweave.train.model import load_model
@@ -46,33 +34,35 @@ def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup
     check_load(model_dir, ranks)
     trainer = Trainer(make_config(**SAVING), model_dir, ranks=ranks)
     if checkpoint is not None:
-        restored = trainer.handle(Restore(path=str(checkpoint)))
-        assert isinstance(restored, Restored), restored
+        restored = trainer.handle(training.Restore(path=str(checkpoint)))
+        assert isinstance(restored, training.Restored), restored
     step = trainer.step
-    copied = trainer.handle(Save(path=str(out / "same"), background=True))
-    assert isinstance(copied, Copied), copied
+    copied = trainer.handle(training.Save(path=str(out / "same"), background=True))
+    assert isinstance(copied, training.Copied), copied
     written = threading.Event()
-    replies: list[TrainerReply] = []
+    replies: list[training.TrainerReply] = []
 
-    def on_written(reply: TrainerReply) -> None:
+    def on_written(reply: training.TrainerReply) -> None:
         replies.append(reply)
         written.set()
 
     trainer.write(on_written)
-    trained = trainer.handle(TrainOn(batch=make_batch(step, step=step, size=2)))
-    assert isinstance(trained, Trained), trained
+    trained = trainer.handle(training.TrainOn(batch=make_batch(step, step=step, size=2)))
+    assert isinstance(trained, training.Trained), trained
     if ranks.is_first:
         assert written.wait(WAIT_S)
-        assert isinstance(replies[0], Saved), replies
-    failed = trainer.handle(Save(path="/proc/nowhere/c"))
-    assert isinstance(failed, SaveFailed), failed
+        assert isinstance(replies[0], training.Saved), replies
+    failed = trainer.handle(training.Save(path="/proc/nowhere/c"))
+    assert isinstance(failed, training.SaveFailed), failed
     assert "nowhere" in failed.error
-    assert isinstance(trainer.handle(Restore(path="/proc/nowhere/c")), TrainFailed)
+    assert isinstance(
+        trainer.handle(training.Restore(path="/proc/nowhere/c")), training.TrainFailed
+    )
     if ranks.world_size > 1:
         check_full_disk(trainer, out, ranks)
-    saved = trainer.handle(Save(path=str(out / "trained"), export=True))
-    assert isinstance(saved, Saved), saved
-    trainer.handle(StopTrainer())
+    saved = trainer.handle(training.Save(path=str(out / "trained"), export=True))
+    assert isinstance(saved, training.Saved), saved
+    trainer.handle(training.StopTrainer())
 
 
 def check_load(model_dir: Path, ranks: RankGroup) -> None:
@@ -95,12 +85,12 @@ def check_full_disk(trainer: Trainer, out: Path, ranks: RankGroup) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == ranks.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    failed = trainer.handle(Save(path=str(out / "full")))
+    failed = trainer.handle(training.Save(path=str(out / "full")))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert isinstance(failed, SaveFailed), failed
+    assert isinstance(failed, training.SaveFailed), failed
     assert f"trainer rank {ranks.world_size - 1}: OSError" in failed.error
-    saved = trainer.handle(Save(path=str(out / "full")))
-    assert isinstance(saved, Saved), saved
+    saved = trainer.handle(training.Save(path=str(out / "full")))
+    assert isinstance(saved, training.Saved), saved
     assert not list(out.glob("*.partial-*"))
 
 

@@ -37,12 +37,10 @@ def test_learned_regressors_beat_baselines_on_informative_turns(name: str, basel
     before, after = quality(simple, examples, 0), quality(learned, examples, 2)
     assert after[0] > before[0] + 0.3
     assert after[1] > before[1] + 0.3
-    assert (
-        learned.failed_fits,
-        learned.failed_predictions,
-        simple.failed_fits,
-        simple.failed_predictions,
-    ) == (0, 0, 0, 0)
+    assert learned.failed_fits == 0
+    assert learned.failed_predictions == 0
+    assert simple.failed_fits == 0
+    assert simple.failed_predictions == 0
 
 
 @pytest.mark.parametrize("name", LEARNED)

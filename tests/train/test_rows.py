@@ -8,26 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from rollweave.schema import work
 from rollweave.schema.config.training import AlgorithmConfig
-from rollweave.schema.work import (
-    Batch,
-    ScoredGroup,
-    Segment,
-    SegmentKind,
-    StopReason,
-    TokenSequence,
-)
 from rollweave.train.rows import balance, batch_rows, minibatches, overlong_fraction, teacher_kl
 from tests.support.properties import examples
 from tests.support.trainers import make_batch, make_sequence, make_trajectory
 
 
-def batch_of(*sequences: tuple[TokenSequence, ...], version: int = 0) -> Batch:
+def batch_of(*sequences: tuple[work.TokenSequence, ...], version: int = 0) -> work.Batch:
     trajectories = tuple(
         make_trajectory(f"t{i}", each, float(i)) for i, each in enumerate(sequences)
     )
-    group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
-    return Batch(step=0, version=version, part=0, parts=1, groups=(group,))
+    group = work.ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
+    return work.Batch(step=0, version=version, part=0, parts=1, groups=(group,))
 
 
 def test_rows_hold_the_outputs_of_every_sequence() -> None:
@@ -47,14 +40,14 @@ def test_rows_hold_the_outputs_of_every_sequence() -> None:
 
 
 def test_omits_sequences_without_output_and_unpredicted_first_tokens() -> None:
-    silent = TokenSequence(
+    silent = work.TokenSequence(
         tokens=(1, 2),
-        segments=(Segment(start=0, end=2, kind=SegmentKind.PROMPT),),
+        segments=(work.Segment(start=0, end=2, kind=work.SegmentKind.PROMPT),),
         logprobs=(0.0, 0.0),
     )
-    bare = TokenSequence(
+    bare = work.TokenSequence(
         tokens=(5, 6),
-        segments=(Segment(start=0, end=2, kind=SegmentKind.OUTPUT, version=0),),
+        segments=(work.Segment(start=0, end=2, kind=work.SegmentKind.OUTPUT, version=0),),
         logprobs=(-1.0, -2.0),
     )
     rows = batch_rows(batch_of((silent, bare), (silent,), (bare,)), AlgorithmConfig())
@@ -64,12 +57,12 @@ def test_omits_sequences_without_output_and_unpredicted_first_tokens() -> None:
 
 
 def test_in_a_turn_of_two_versions_only_the_newer_half_is_current() -> None:
-    sequence = TokenSequence(
+    sequence = work.TokenSequence(
         tokens=(1, 2, 3, 4),
         segments=(
-            Segment(start=0, end=1, kind=SegmentKind.PROMPT),
-            Segment(start=1, end=3, kind=SegmentKind.OUTPUT, version=6),
-            Segment(start=3, end=4, kind=SegmentKind.OUTPUT, version=7),
+            work.Segment(start=0, end=1, kind=work.SegmentKind.PROMPT),
+            work.Segment(start=1, end=3, kind=work.SegmentKind.OUTPUT, version=6),
+            work.Segment(start=3, end=4, kind=work.SegmentKind.OUTPUT, version=7),
         ),
         logprobs=(0.0, -1.0, -1.0, -1.0),
     )
@@ -78,13 +71,13 @@ def test_in_a_turn_of_two_versions_only_the_newer_half_is_current() -> None:
     assert rows[0].ages.tolist() == [1, 1, 0]
 
 
-def cut(batch: Batch, *indices: int) -> Batch:
+def cut(batch: work.Batch, *indices: int) -> work.Batch:
     """Return the batch after `max_tokens` has cut these trajectories of its groups."""
     groups = [
         msgspec.structs.replace(
             group,
             trajectories=tuple(
-                msgspec.structs.replace(each, stop_reason=StopReason.MAX_TOKENS)
+                msgspec.structs.replace(each, stop_reason=work.StopReason.MAX_TOKENS)
                 if index in indices
                 else each
                 for index, each in enumerate(group.trajectories)

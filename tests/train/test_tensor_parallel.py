@@ -10,22 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.schema.errors import ConfigError
-from rollweave.train.distributed import (
-    RankGroup,
-    Split,
-    full_shape,
-    published_rows,
-    rows_of,
-    saved_rows,
-)
+from rollweave.train import distributed
 from rollweave.train.loading import examine
 from tests.support.architectures import build
 
-SPLITS = [None, Split(0), Split(1), Split(1, blocks=2)]
+SPLITS = [None, distributed.Split(0), distributed.Split(1), distributed.Split(1, blocks=2)]
 
 
-def rank_of(number: int, *, data: int, tensor: int) -> RankGroup:
-    return RankGroup(rank=number, world_size=data * tensor, tensor_size=tensor)
+def rank_of(number: int, *, data: int, tensor: int) -> distributed.RankGroup:
+    return distributed.RankGroup(rank=number, world_size=data * tensor, tensor_size=tensor)
 
 
 @given(
@@ -34,7 +27,9 @@ def rank_of(number: int, *, data: int, tensor: int) -> RankGroup:
     tensor=st.integers(1, 4),
     split=st.sampled_from(SPLITS),
 )
-def test_each_row_is_published_once(each: int, data: int, tensor: int, split: Split | None) -> None:
+def test_each_row_is_published_once(
+    each: int, data: int, tensor: int, split: distributed.Split | None
+) -> None:
     """Each row is also saved by a rank that has it, together with the other columns of
     its group.
     """
@@ -42,13 +37,13 @@ def test_each_row_is_published_once(each: int, data: int, tensor: int, split: Sp
     published_by = [0] * count
     for number in range(data * tensor):
         ranks = rank_of(number, data=data, tensor=tensor)
-        own = published_rows(count, ranks, split=split)
-        saved = saved_rows(count, ranks, split=split)
+        own = distributed.published_rows(count, ranks, split=split)
+        saved = distributed.saved_rows(count, ranks, split=split)
         assert saved.start <= own.start <= own.stop <= saved.stop
         for row in range(count)[own]:
             published_by[row] += 1
         if split is not None and split.dim:
-            group = rows_of(count, rank=ranks.data_rank, world_size=data)
+            group = distributed.rows_of(count, rank=ranks.data_rank, world_size=data)
             assert group.start <= saved.start <= saved.stop <= group.stop
     assert published_by == [1] * count
 
@@ -63,12 +58,12 @@ def test_parts_of_a_parameter_make_it_up(
     shape: tuple[int, int, int], tensor: int, dim: int, blocks: int
 ) -> None:
     size = [count * tensor * blocks if place == dim else count for place, count in enumerate(shape)]
-    full, split = torch.randn(size), Split(dim, blocks)
+    full, split = torch.randn(size), distributed.Split(dim, blocks)
     ranks = [rank_of(number, data=1, tensor=tensor) for number in range(tensor)]
     parts = [split.take(full, rank) for rank in ranks]
     assert torch.equal(split.join(parts), full)
     assert all(
-        full_shape(part.shape, split, rank) == full.shape
+        distributed.full_shape(part.shape, split, rank) == full.shape
         for part, rank in zip(parts, ranks, strict=True)
     )
     if blocks == 2:  # a rank has the same part of both halves

@@ -13,20 +13,8 @@ import msgspec
 import pytest
 import torch
 
+from rollweave.schema import training
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.training import (
-    Copied,
-    Publish,
-    Published,
-    Save,
-    Saved,
-    SaveFailed,
-    StopTrainer,
-    Trained,
-    TrainerReply,
-    TrainFailed,
-    TrainOn,
-)
 from rollweave.schema.work import Batch, StopReason
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
@@ -109,11 +97,11 @@ def test_a_loss_that_is_not_finite_changes_nothing(
         trained(each, make_batch(0))
     before = published(trainer)
     batch = make_batch(1, step=1)
-    reply = trainer.handle(TrainOn(batch=poisoned(batch, value)))
+    reply = trainer.handle(training.TrainOn(batch=poisoned(batch, value)))
     if value == -math.inf:  # its ratio is bounded, so that it is only a very improbable token
-        assert isinstance(reply, Trained)
+        assert isinstance(reply, training.Trained)
         return
-    assert isinstance(reply, TrainFailed)
+    assert isinstance(reply, training.TrainFailed)
     assert reply.nonfinite
     assert reply.groups == tuple(group.id for group in batch.groups)
     assert trainer.step == 1
@@ -127,7 +115,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     before = published(trainer)
-    wrong_step = refused(trainer, TrainOn(batch=make_batch(step=3)))
+    wrong_step = refused(trainer, training.TrainOn(batch=make_batch(step=3)))
     assert "expected part 0 of step 0" in wrong_step.error
     batch = make_batch()
     first = batch.groups[0].trajectories[0]
@@ -144,7 +132,9 @@ def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> N
         group = msgspec.structs.replace(
             batch.groups[0], trajectories=(trajectory, *batch.groups[0].trajectories[1:])
         )
-        reply = refused(trainer, TrainOn(batch=msgspec.structs.replace(batch, groups=(group,))))
+        reply = refused(
+            trainer, training.TrainOn(batch=msgspec.structs.replace(batch, groups=(group,)))
+        )
         assert not reply.nonfinite
         assert reply.groups == (group.id,)
     assert trainer.step == 0
@@ -197,10 +187,10 @@ def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     trained(trainer, make_batch(0, part=0, parts=2))
     assert trainer.step == 0
-    half = trainer.handle(Save(path=str(tmp_path / "c")))
-    assert isinstance(half, SaveFailed)
+    half = trainer.handle(training.Save(path=str(tmp_path / "c")))
+    assert isinstance(half, training.SaveFailed)
     assert "step 0 is incomplete" in half.error
-    refused(trainer, TrainOn(batch=make_batch(0, part=0, parts=2)))
+    refused(trainer, training.TrainOn(batch=make_batch(0, part=0, parts=2)))
     trained(trainer, make_batch(1, part=1, parts=2, version=0))
     assert trainer.step == 1
 
@@ -233,10 +223,10 @@ def test_publishing_names_the_version_and_stopping_removes_it(
     model_dir: Path, tmp_path: Path
 ) -> None:
     trainer = new_trainer(model_dir, tmp_path, make_config())
-    reply = trainer.handle(Publish(version=4, publication_id=17))
-    assert isinstance(reply, Published)
+    reply = trainer.handle(training.Publish(version=4, publication_id=17))
+    assert isinstance(reply, training.Published)
     assert (reply.manifest.version, reply.manifest.publication_id) == (4, 17)
-    assert trainer.handle(StopTrainer()) is None
+    assert trainer.handle(training.StopTrainer()) is None
     with pytest.raises(Exception, match="gone"):
         read_tensors(reply.manifest)
 
@@ -279,16 +269,16 @@ def test_a_checkpoint_may_follow_the_report_of_the_one_before(
 ) -> None:
     """The reply comes at once: on the writing thread, which has not ended yet."""
     trainer = new_trainer(model_dir, tmp_path)
-    replies: list[TrainerReply | None] = []
+    replies: list[training.TrainerReply | None] = []
     reported = threading.Event()
 
-    def on_done(reply: TrainerReply) -> None:
-        replies.extend((reply, trainer.handle(Save(path=str(tmp_path / "second")))))
+    def on_done(reply: training.TrainerReply) -> None:
+        replies.extend((reply, trainer.handle(training.Save(path=str(tmp_path / "second")))))
         reported.set()
 
-    copied = trainer.handle(Save(path=str(tmp_path / "first"), background=True))
-    assert isinstance(copied, Copied)
+    copied = trainer.handle(training.Save(path=str(tmp_path / "first"), background=True))
+    assert isinstance(copied, training.Copied)
     trainer.write(on_done)
     assert reported.wait(60)
-    assert [type(reply) for reply in replies] == [Saved, Saved]
+    assert [type(reply) for reply in replies] == [training.Saved, training.Saved]
     trainer.close()

@@ -17,18 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollweave.schema.errors import ConfigError, WeightsError
-from rollweave.weights.checkpoint import (
-    SAMPLE_BYTES,
-    SAMPLES,
-    fingerprint,
-    has_native_shape,
-    read_any_shape,
-    read_rows_of,
-    read_shape,
-    read_sizes,
-    read_tensors_of,
-    weight_files,
-)
+from rollweave.weights import checkpoint
 
 TABLE = tomllib.loads(Path(__file__).with_name("checkpoint.toml").read_text())
 
@@ -53,7 +42,7 @@ def test_a_shape_follows_from_the_settings(tmp_path: Path, row: dict[str, Any]) 
     write(tmp_path, **row["config"])
     (tmp_path / "generation_config.json").write_text(json.dumps(row.get("generation", {})))
     save(tmp_path, "model.safetensors", "w0")
-    shape = read_any_shape(tmp_path)
+    shape = checkpoint.read_any_shape(tmp_path)
     expected = row.get("shape", {})
     for field, value in expected.items():
         found = plain(getattr(shape, field))
@@ -62,10 +51,10 @@ def test_a_shape_follows_from_the_settings(tmp_path: Path, row: dict[str, Any]) 
         else:
             assert found == ({"w0": (2, 2)} if field == "sizes" else value), field
     if shape.sizes is not None:
-        assert not has_native_shape(tmp_path)
+        assert not checkpoint.has_native_shape(tmp_path)
         assert shape.tensors() == parsed(["w0 2 2"])
         return
-    assert has_native_shape(tmp_path)
+    assert checkpoint.has_native_shape(tmp_path)
     if shape.head_dim == TABLE["base"]["head_dim"]:
         layer = [*TABLE["tensors"]["layer"], *row.get("more", [])]
         rows = [f"model.layers.{number}.{name}" for number in (0, 1) for name in layer]
@@ -81,24 +70,24 @@ def test_a_shape_follows_from_the_settings(tmp_path: Path, row: dict[str, Any]) 
 def test_what_is_wrong_is_one_line_that_names_the_file(tmp_path: Path, error: str) -> None:
     write(tmp_path, **TABLE["errors"][error])
     with pytest.raises(ConfigError, match=re.escape(error)) as caught:
-        read_shape(tmp_path)
+        checkpoint.read_shape(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_configuration_counts_as_native(tmp_path: Path) -> None:
     """Its error is that of a model of this package, which names the file."""
-    assert has_native_shape(tmp_path)
+    assert checkpoint.has_native_shape(tmp_path)
     write(tmp_path, architectures="-")
-    assert has_native_shape(tmp_path)
+    assert checkpoint.has_native_shape(tmp_path)
     write(tmp_path, architectures=["Other"], hidden_size="-")
     with pytest.raises(ConfigError, match=r"config\.json must name 'hidden_size'"):
-        read_any_shape(tmp_path)
+        checkpoint.read_any_shape(tmp_path)
 
 
 def test_tensors_that_are_not_the_parameters_are_named(tmp_path: Path) -> None:
     write(tmp_path, tie_word_embeddings=True)
-    shape = read_shape(tmp_path)
+    shape = checkpoint.read_shape(tmp_path)
     own, head = shape.tensors(), parsed(["lm_head.weight 100 64"])
     shape.check(own)
     shape.check(own | head)
@@ -117,35 +106,42 @@ def test_tensors_that_are_not_the_parameters_are_named(tmp_path: Path) -> None:
 
 
 def test_any_change_of_the_files_changes_the_fingerprint(tmp_path: Path) -> None:
-    assert fingerprint(tmp_path) == str(tmp_path)
-    content = bytearray(random.Random(1).randbytes(SAMPLES * SAMPLE_BYTES))
+    assert checkpoint.fingerprint(tmp_path) == str(tmp_path)
+    content = bytearray(random.Random(1).randbytes(checkpoint.SAMPLES * checkpoint.SAMPLE_BYTES))
     prints = set()
-    for at in (None, 0, SAMPLE_BYTES - 1, SAMPLE_BYTES, len(content) // 2, len(content) - 1):
+    for at in (
+        None,
+        0,
+        checkpoint.SAMPLE_BYTES - 1,
+        checkpoint.SAMPLE_BYTES,
+        len(content) // 2,
+        len(content) - 1,
+    ):
         if at is not None:
             content[at] ^= 1
         (tmp_path / "b.safetensors").write_bytes(content)
-        prints.add(fingerprint(tmp_path))
+        prints.add(checkpoint.fingerprint(tmp_path))
     (tmp_path / "b.safetensors").rename(tmp_path / "c.safetensors")
-    prints.add(fingerprint(tmp_path))
+    prints.add(checkpoint.fingerprint(tmp_path))
     (tmp_path / "a.safetensors").write_bytes(b"x")
-    prints.add(fingerprint(tmp_path))
+    prints.add(checkpoint.fingerprint(tmp_path))
     assert len(prints) == 8
-    assert fingerprint(tmp_path) == "bf6b543be2ab39d7aa6070760c82c7b5"
+    assert checkpoint.fingerprint(tmp_path) == "bf6b543be2ab39d7aa6070760c82c7b5"
 
 
 def test_reads_the_requested_rows(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.tensor(5.0), "c": torch.ones(1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    rows = dict(read_rows_of(tmp_path, {"a": slice(1, 2), "b": slice(0, 1)}))
+    rows = dict(checkpoint.read_rows_of(tmp_path, {"a": slice(1, 2), "b": slice(0, 1)}))
     assert {name: row.tolist() for name, row in rows.items()} == {"a": [[2.0, 3.0]], "b": 5.0}
-    assert {name: tensor.tolist() for name, tensor in read_tensors_of(tmp_path)} == {
+    assert {name: tensor.tolist() for name, tensor in checkpoint.read_tensors_of(tmp_path)} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(
         ConfigError, match=r"model\.safetensors must be a complete safetensors file"
     ):
-        read_sizes(tmp_path)
+        checkpoint.read_sizes(tmp_path)
 
 
 def save(directory: Path, file: str, *names: str) -> None:
@@ -163,10 +159,10 @@ def test_tensors_that_a_model_computes_itself_are_not_read(tmp_path: Path) -> No
     save(tmp_path, "2.safetensors", "model.norm.weight", "rotary_emb.cos_cached")
     write_index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     kept = {f"{layer}q_proj.weight", "model.norm.weight"}
-    assert read_sizes(tmp_path).keys() == kept
-    assert {name for name, _ in read_tensors_of(tmp_path)} == kept
+    assert checkpoint.read_sizes(tmp_path).keys() == kept
+    assert {name for name, _ in checkpoint.read_tensors_of(tmp_path)} == kept
     every = dict.fromkeys((*kept, "rotary_emb.cos_cached"), slice(0, 1))
-    assert {name for name, _ in read_rows_of(tmp_path, every)} == kept
+    assert {name for name, _ in checkpoint.read_rows_of(tmp_path, every)} == kept
 
 
 @pytest.mark.parametrize("problem", TABLE["files"])
@@ -177,21 +173,21 @@ def test_files_that_are_not_one_checkpoint_are_refused(tmp_path: Path, problem: 
     for index in places:
         write_index(tmp_path, {f"w{place}": file for place, file in enumerate(index)})
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
-        read_sizes(tmp_path)
+        checkpoint.read_sizes(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_an_index_may_name_the_one_file(tmp_path: Path) -> None:
     save(tmp_path, "model.safetensors", "w0")
     write_index(tmp_path, {"w0": "model.safetensors"})
-    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    assert checkpoint.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 @pytest.mark.parametrize("given", [".", "model-q4.gguf"])
 def test_a_gguf_file_is_refused_with_the_way_to_convert_it(tmp_path: Path, given: str) -> None:
     (tmp_path / "model-q4.gguf").touch()
     with pytest.raises(ConfigError, match=r"must be a folder with config\.json, got .*;") as caught:
-        read_shape(tmp_path / given)
+        checkpoint.read_shape(tmp_path / given)
     assert f"from_pretrained({str(tmp_path)!r}, gguf_file='model-q4.gguf'" in str(caught.value)
 
 
@@ -199,4 +195,4 @@ def test_a_gguf_file_beside_a_model_is_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "model-q4.gguf").touch()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"config\.json: architectures must name one of"):
-        read_shape(tmp_path)
+        checkpoint.read_shape(tmp_path)

@@ -216,10 +216,8 @@ def test_a_publisher_keeps_needed_versions() -> None:
         publisher.publish(
             {"w": torch.zeros(1)}, version=0, publication_id=publication_id, needed=needed
         )
-        assert [publication.manifest.publication_id for publication in publisher._open] == [
-            *needed,
-            publication_id,
-        ]
+        expected = [*needed, publication_id]
+        assert [publication.manifest.publication_id for publication in publisher._open] == expected
     publisher.close()
 
 

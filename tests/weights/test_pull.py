@@ -12,17 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from rollweave.schema.weights import RelayAddress, WeightManifest
+from rollweave.weights import transport
 from rollweave.weights.serve import BATCH_BYTES, SHORT_BYTES, DeltaPiece, ServedVersion, pull
 from rollweave.weights.tcp import Channel, Tcp
-from rollweave.weights.transport import (
-    Base,
-    Body,
-    Delta,
-    FetchError,
-    Range,
-    Raw,
-    RawRanges,
-)
 from tests.support.properties import examples
 from tests.support.weight_host import tapped, tensors_of, versions
 
@@ -30,10 +22,10 @@ SERVED = tomllib.loads(Path(__file__).with_name("serving.toml").read_text())
 
 
 async def read(
-    address: RelayAddress, manifest: WeightManifest, ranges: list[Range]
-) -> tuple[bytearray, list[Range]]:
+    address: RelayAddress, manifest: WeightManifest, ranges: list[transport.Range]
+) -> tuple[bytearray, list[transport.Range]]:
     """Return the payload, with zeros where it was not read, and the pieces."""
-    data, pieces = bytearray(manifest.nbytes), list[Range]()
+    data, pieces = bytearray(manifest.nbytes), list[transport.Range]()
     view = memoryview(data)
     await pull(
         Tcp(idle_timeout_s=5.0),
@@ -63,7 +55,7 @@ def test_reads_exactly_the_requested_ranges(
         (start + 2 * number, start + 2 * number + 1) for number in range(count)
     ]
 
-    async def run() -> tuple[bytearray, list[Range], bytes]:
+    async def run() -> tuple[bytearray, list[transport.Range], bytes]:
         with versions(1, tensors=tensors_of(40_000, 7, 90_000)) as (memory,):
             async with tapped(memory) as (source, address):
                 if not early:
@@ -84,21 +76,23 @@ def test_reads_exactly_the_requested_ranges(
 @pytest.mark.parametrize(
     "ranges", [((0, 4), (2, 6)), ((4, 8), (0, 4)), ((0, 4), (4, 4), (4, 8)), ((8, 12), (12, 16))]
 )
-async def test_pieces_that_were_not_requested_are_refused(ranges: tuple[Range, ...]) -> None:
+async def test_pieces_that_were_not_requested_are_refused(
+    ranges: tuple[transport.Range, ...],
+) -> None:
     async def lie(channel: Channel) -> None:
         await channel.receive()
-        await channel.send(RawRanges(ranges=ranges), Body.of(bytes(8)))
+        await channel.send(transport.RawRanges(ranges=ranges), transport.Body.of(bytes(8)))
 
     listener = await Tcp(idle_timeout_s=5.0).listen("127.0.0.1", lie)
     with versions(1) as (memory,):
-        with pytest.raises(FetchError, match="not wanted, or were sent twice") as error:
+        with pytest.raises(transport.FetchError, match="not wanted, or were sent twice") as error:
             await read(listener.address, memory.manifest, [(0, 10)])
         assert error.value.reason == "broken"
     await listener.close()
 
 
 async def test_serves_changes_where_it_has_them_and_else_raw_bytes() -> None:
-    base, other = (Base(publication_id=1, digest=digest) for digest in "ab")
+    base, other = (transport.Base(publication_id=1, digest=digest) for digest in "ab")
     with versions(1) as (memory,):
         version = ServedVersion(memory.manifest, memory.fd)
         for start, stop, checksum in (
@@ -113,20 +107,20 @@ async def test_serves_changes_where_it_has_them_and_else_raw_bytes() -> None:
         delta = version.expect_delta(base)
         assert delta is not None
         for start, stop in ((40, 45), (20, 30), (10, 20), (10, 20)):
-            piece = DeltaPiece(stop, (1,), Body.of(bytes(start)))
+            piece = DeltaPiece(stop, (1,), transport.Body.of(bytes(start)))
             version.add_delta_piece(delta, start, piece)
 
-        def served(at: int, stop: int, base: Base | None) -> str:
+        def served(at: int, stop: int, base: transport.Base | None) -> str:
             if (found := version.next_piece(at, stop, base)) is None:
                 return "nothing"
             message, body = found
             known = body is not None and body.checksum == {0: 7, 40: 9, 10: 5, 50: 3}.get(at)
-            if isinstance(message, Delta):
+            if isinstance(message, transport.Delta):
                 assert (message.sizes, body) == ((1,), delta.pieces[at].body)
             text = f"{type(message).__name__} {message.start}-{message.stop}"
-            return text + "!" * (known and isinstance(message, Raw))
+            return text + "!" * (known and isinstance(message, transport.Raw))
 
-        def check(kind: str, base: Base | None) -> None:
+        def check(kind: str, base: transport.Base | None) -> None:
             for expected, requests in SERVED[kind].items():
                 assert {served(at, stop, base) for at, stop in requests} == {expected}, kind
 
@@ -139,9 +133,9 @@ async def test_serves_changes_where_it_has_them_and_else_raw_bytes() -> None:
         check("open", base)
         version.close_delta(delta)
         check("closed", base)
-        version.record_checksum(Raw(start=10, stop=29), 4)
+        version.record_checksum(transport.Raw(start=10, stop=29), 4)
         assert served(10, 30, None) == "Raw 10-30"
-        version.record_checksum(Raw(start=10, stop=30), 5)
+        version.record_checksum(transport.Raw(start=10, stop=30), 5)
         assert served(10, 30, None) == "Raw 10-30!"
         for drop in (version.drop_deltas, lambda: version.withdraw("over")):
             waiting = asyncio.create_task(version.updates.wait())

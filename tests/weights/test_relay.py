@@ -100,11 +100,8 @@ async def test_evicts_versions_not_kept_but_open_mappings_survive() -> None:
             assert stored is not None
             with open(manifest.location, "rb") as reader:  # noqa: ASYNC230 (it is memory)
                 await host.fetch(three.manifest, keep=(2,))
-                assert (host.payload(1), host.payload(2), host.payload(3)) == (
-                    None,
-                    two.payload,
-                    three.payload,
-                )
+                expected = (None, two.payload, three.payload)
+                assert (host.payload(1), host.payload(2), host.payload(3)) == expected
                 assert reader.read() == one.payload
             await until(lambda: stored.fd == -1)
 

@@ -6,15 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollweave.schema import weights
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import (
-    PartSource,
-    RelayAddress,
-    ServePart,
-    VersionFailed,
-    VersionFetched,
-    WeightManifest,
-)
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import KeepAlive, RawRanges, Refused, Request
@@ -23,18 +16,18 @@ from tests.support.weight_host import KIB, Host, hosts, parts_of, versions
 
 def start(
     host: Host,
-    manifest: WeightManifest,
-    parts: tuple[PartSource, ...] = (),
+    manifest: weights.WeightManifest,
+    parts: tuple[weights.PartSource, ...] = (),
     source: Host | None = None,
     **options: Any,
 ) -> None:
     host.start_fetch(manifest, source, parts=parts, chunk_bytes=64 * KIB, **options)
 
 
-def assembled_from(*holders: Host) -> tuple[PartSource, ...]:
+def assembled_from(*holders: Host) -> tuple[weights.PartSource, ...]:
     """The parts as the first of these hosts gets them."""
     return tuple(
-        PartSource(part=number, source=host.address if number else None)
+        weights.PartSource(part=number, source=host.address if number else None)
         for number, host in enumerate(holders)
     )
 
@@ -43,13 +36,13 @@ async def test_each_host_receives_what_it_has_not_published() -> None:
     with versions(1) as (whole,), parts_of(whole) as parts:
         async with hosts(4) as (first, second, third, other):
             start(first, parts.manifest, assembled_from(first, second, third))
-            start(second, parts.manifest, (PartSource(part=1),), first)
-            start(third, parts.manifest, (PartSource(part=2),), second)
+            start(second, parts.manifest, (weights.PartSource(part=1),), first)
+            start(third, parts.manifest, (weights.PartSource(part=2),), second)
             start(other, parts.manifest, (), third)
             total = len(parts.payload)
             for host, own in zip((first, second, third, other), [*parts.sizes, 0], strict=True):
                 answer = await host.answer()
-                assert isinstance(answer, VersionFetched), answer
+                assert isinstance(answer, weights.VersionFetched), answer
                 assert answer.nbytes == total - own
                 assert host.payload(1) == parts.payload
                 assert read_tensors(answer.manifest).keys() == {
@@ -63,12 +56,12 @@ async def test_a_host_that_needs_no_version_serves_its_part_only() -> None:
         async with hosts(3) as (first, second, third):
             for parts in (before, after):
                 for number, host in enumerate((second, third), 1):
-                    command = ServePart(manifest=parts.manifest, part=number)
+                    command = weights.ServePart(manifest=parts.manifest, part=number)
                     host.relay.serve_part(command)
                     host.relay.serve_part(command)
                 start(first, parts.manifest, assembled_from(first, second, third))
                 answer = await first.answer()
-                assert isinstance(answer, VersionFetched), answer
+                assert isinstance(answer, weights.VersionFetched), answer
                 assert answer.nbytes == parts.sizes[1] + parts.sizes[2]
                 assert first.payload(parts.manifest.publication_id) == parts.payload
             assert [host.relay.manifest(2) for host in (second, third)] == [None, None]
@@ -81,9 +74,9 @@ async def test_a_part_that_is_gone_is_not_served(capfd: pytest.CaptureFixture[st
         gone = msgspec.structs.replace(parts.manifest.parts[1], location="/proc/self/fd/999")
         manifest = msgspec.structs.replace(parts.manifest, parts=(parts.manifest.parts[0], gone))
         async with hosts(1) as (host,):
-            host.relay.serve_part(ServePart(manifest=manifest, part=1))
+            host.relay.serve_part(weights.ServePart(manifest=manifest, part=1))
             assert "the publisher is gone" in capfd.readouterr().err
-            host.relay.serve_part(ServePart(manifest=parts.manifest, part=1))
+            host.relay.serve_part(weights.ServePart(manifest=parts.manifest, part=1))
             assert len(host.relay._parts) == 1
 
 
@@ -101,7 +94,7 @@ async def test_a_request_that_cannot_be_answered_is_refused(
             ranges=((low, low + 9), (high - 1, high)),
         )
         async with hosts(1) as (host,):
-            host.relay.serve_part(ServePart(manifest=manifest, part=1))
+            host.relay.serve_part(weights.ServePart(manifest=manifest, part=1))
             for change, error in (
                 ({}, ""),
                 ({"ranges": ((low - 1, high),)}, "publication 1 is not stored here"),
@@ -139,11 +132,11 @@ async def test_changes_follow_a_version_in_parts() -> None:
         async with hosts(3) as (first, second, other):
             for parts, base in ((before, None), (after, 1)):
                 start(first, parts.manifest, assembled_from(first, second), base_id=base, keep=(1,))
-                own = (PartSource(part=1),)
+                own = (weights.PartSource(part=1),)
                 start(second, parts.manifest, own, first, base_id=base, keep=(1,))
                 start(other, parts.manifest, (), second, base_id=base, keep=(1,))
                 answers = [await host.answer() for host in (first, second, other)]
-            sizes = [one.nbytes for one in answers if isinstance(one, VersionFetched)]
+            sizes = [one.nbytes for one in answers if isinstance(one, weights.VersionFetched)]
             assert len(sizes) == 3
             assert 0 < sizes[2] < len(new.payload) / 10
             assert {host.payload(2) for host in (first, second, other)} == {new.payload}
@@ -152,20 +145,20 @@ async def test_changes_follow_a_version_in_parts() -> None:
 async def test_a_lost_holder_is_named_and_nothing_is_received_twice() -> None:
     with versions(1) as (whole,), parts_of(whole) as parts:
         async with hosts(3) as (first, second, again):
-            nobody = RelayAddress(host="127.0.0.1", port=1, secret=b"s" * 32)
-            lost = PartSource(part=2, source=nobody)
+            nobody = weights.RelayAddress(host="127.0.0.1", port=1, secret=b"s" * 32)
+            lost = weights.PartSource(part=2, source=nobody)
             start(first, parts.manifest, (*assembled_from(first, second), lost))
-            start(second, parts.manifest, (PartSource(part=1),), first)
+            start(second, parts.manifest, (weights.PartSource(part=1),), first)
             answer = await first.answer()
-            assert isinstance(answer, VersionFailed)
+            assert isinstance(answer, weights.VersionFailed)
             assert answer.reason == "source"
-            start(again, parts.manifest, (PartSource(part=2),), first)
+            start(again, parts.manifest, (weights.PartSource(part=2),), first)
             start(first, parts.manifest, assembled_from(first, second, again))
             answer = await first.answer()
-            assert isinstance(answer, VersionFetched), answer
+            assert isinstance(answer, weights.VersionFetched), answer
             assert answer.nbytes == parts.sizes[1] + parts.sizes[2]
             for host in (second, again):
-                assert isinstance(await host.answer(), VersionFetched)
+                assert isinstance(await host.answer(), weights.VersionFetched)
                 assert host.payload(1) == parts.payload
 
 
@@ -173,15 +166,15 @@ async def test_a_part_that_is_gone_comes_from_the_source() -> None:
     with versions(1) as (whole,), parts_of(whole, 2) as parts:
         async with hosts(3) as (first, second, other):
             start(first, parts.manifest, assembled_from(first, second))
-            start(second, parts.manifest, (PartSource(part=1),), first)
-            assert isinstance(await first.answer(), VersionFetched)
+            start(second, parts.manifest, (weights.PartSource(part=1),), first)
+            assert isinstance(await first.answer(), weights.VersionFetched)
             gone = msgspec.structs.replace(parts.manifest.parts[1], location="/proc/self/fd/999")
             manifest = msgspec.structs.replace(
                 parts.manifest, parts=(parts.manifest.parts[0], gone)
             )
-            start(other, manifest, (PartSource(part=1),), first)
+            start(other, manifest, (weights.PartSource(part=1),), first)
             answer = await other.answer()
-            assert isinstance(answer, VersionFetched), answer
+            assert isinstance(answer, weights.VersionFetched), answer
             assert answer.nbytes == len(parts.payload)
 
 
@@ -199,12 +192,12 @@ async def test_damaged_parts_are_refused(monkeypatch: pytest.MonkeyPatch, damage
             manifest = msgspec.structs.replace(parts.manifest, parts=(one, other))
         async with hosts(2) as (first, second):
             start(first, manifest, assembled_from(first, second))
-            start(second, manifest, (PartSource(part=1),), first)
+            start(second, manifest, (weights.PartSource(part=1),), first)
             # the host that notices first is no source for the other one any more
             reasons = [
                 answer.reason
                 for answer in (await first.answer(), await second.answer())
-                if isinstance(answer, VersionFailed)
+                if isinstance(answer, weights.VersionFailed)
             ]
             assert len(reasons) == 2
             assert "broken" in reasons

@@ -69,11 +69,8 @@ def test_upload_equals_the_original(
     }
     names = []
     for name, tensor in Staging(torch.device(device), nbytes=nbytes).upload(tensors):
-        assert (tensor.device.type, tensor.dtype, tensor.shape) == (
-            device,
-            dtype,
-            tensors[name].shape,
-        )
+        expected = (device, dtype, tensors[name].shape)
+        assert (tensor.device.type, tensor.dtype, tensor.shape) == expected
         assert bytes_of(tensor.cpu()) == bytes_of(tensors[name])
         names.append(name)
     assert names == list(tensors)

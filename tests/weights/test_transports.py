@@ -19,16 +19,7 @@ import xxhash
 
 from rollweave.schema.errors import ConfigError, WireError
 from rollweave.schema.weights import RelayAddress, VersionFetched
-from rollweave.weights.tcp import (
-    MAX_CONNECTIONS,
-    MAX_UNAUTHENTICATED,
-    Channel,
-    Listener,
-    Serve,
-    StallDetector,
-    Tcp,
-    transport_of,
-)
+from rollweave.weights import tcp
 from rollweave.weights.transport import (
     Body,
     FetchError,
@@ -50,14 +41,14 @@ def libraries_or_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, module, libraries)
 
 
-def make(kind: str) -> Tcp:
-    carrier = transport_of(kind, host="127.0.0.1")._carrier  # type: ignore[arg-type]
-    return Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=carrier)
+def make(kind: str) -> tcp.Tcp:
+    carrier = tcp.transport_of(kind, host="127.0.0.1")._carrier  # type: ignore[arg-type]
+    return tcp.Tcp(idle_timeout_s=IDLE_TIMEOUT_S, carrier=carrier)
 
 
 FAILURES = tomllib.loads(Path(__file__).with_name("carriers.toml").read_text())
 KINDS = ["tcp", "mooncake", "nixl"]
-Two = tuple[Tcp, Tcp]
+Two = tuple[tcp.Tcp, tcp.Tcp]
 
 
 @pytest.fixture(params=KINDS)
@@ -80,20 +71,20 @@ class Line:
     """A server that puts its ends of the channels into `theirs`."""
 
     def __init__(self) -> None:
-        self.listener: Listener | None = None
-        self.accepted: asyncio.Queue[Channel] = asyncio.Queue()
+        self.listener: tcp.Listener | None = None
+        self.accepted: asyncio.Queue[tcp.Channel] = asyncio.Queue()
         self.over = asyncio.Event()
 
-    async def serve(self, channel: Channel) -> None:
+    async def serve(self, channel: tcp.Channel) -> None:
         self.accepted.put_nowait(channel)
         await self.over.wait()
 
 
 @pytest.fixture
-async def line(transports: Two) -> AsyncIterator[tuple[Channel, Channel]]:
+async def line(transports: Two) -> AsyncIterator[tuple[tcp.Channel, tcp.Channel]]:
     """Both ends of a channel."""
     one = Line()
-    serve: Serve = one.serve
+    serve: tcp.Serve = one.serve
     listener = await transports[0].listen("127.0.0.1", serve)
     near = await transports[1].connect(listener.address)
     far = await one.accepted.get()
@@ -116,7 +107,7 @@ class Inbox:
 
 
 async def test_messages_and_bodies_arrive_unchanged(
-    line: tuple[Channel, Channel], memory: tuple[int, bytes]
+    line: tuple[tcp.Channel, tcp.Channel], memory: tuple[int, bytes]
 ) -> None:
     near, far = line
     fd, data = memory
@@ -148,7 +139,7 @@ async def test_messages_and_bodies_arrive_unchanged(
     assert libraries.registered == {}
 
 
-async def test_refusing_a_body_ends_the_channel(line: tuple[Channel, Channel]) -> None:
+async def test_refusing_a_body_ends_the_channel(line: tuple[tcp.Channel, tcp.Channel]) -> None:
     near, far = line
     sending = asyncio.create_task(far.send(Raw(start=0, stop=9), Body.of(b"x" * (1 << 20))))
     with pytest.raises(FetchError, match="too long"):
@@ -159,7 +150,7 @@ async def test_refusing_a_body_ends_the_channel(line: tuple[Channel, Channel]) -
     assert sending.exception() is None or isinstance(sending.exception(), FetchError)
 
 
-async def test_reports_a_closed_and_a_silent_peer(line: tuple[Channel, Channel]) -> None:
+async def test_reports_a_closed_and_a_silent_peer(line: tuple[tcp.Channel, tcp.Channel]) -> None:
     near, far = line
     with pytest.raises(FetchError) as silence:
         await near.receive()
@@ -172,7 +163,7 @@ async def test_reports_a_closed_and_a_silent_peer(line: tuple[Channel, Channel])
         await near.send(KeepAlive())
 
 
-async def test_a_sender_without_a_reader_gives_up(line: tuple[Channel, Channel]) -> None:
+async def test_a_sender_without_a_reader_gives_up(line: tuple[tcp.Channel, tcp.Channel]) -> None:
     _, far = line
 
     async def send() -> None:
@@ -218,13 +209,13 @@ async def test_silent_unauthenticated_connections_do_not_block_clients() -> None
     """With more of them than are served at once, a client with the secret is still
     accepted immediately, and a connected one stays.
     """
-    one, transport, loop = Line(), Tcp(idle_timeout_s=60.0), asyncio.get_running_loop()
+    one, transport, loop = Line(), tcp.Tcp(idle_timeout_s=60.0), asyncio.get_running_loop()
     listener = await transport.listen("127.0.0.1", one.serve)
     idle = []
     inside = await transport.connect(listener.address)
     far = await one.accepted.get()
     try:
-        for _ in range(MAX_CONNECTIONS + MAX_UNAUTHENTICATED):
+        for _ in range(tcp.MAX_CONNECTIONS + tcp.MAX_UNAUTHENTICATED):
             idle.append(socket.socket())
             idle[-1].setblocking(False)
             await loop.sock_connect(idle[-1], ("127.0.0.1", listener.address.port))
@@ -275,21 +266,23 @@ def test_a_library_that_does_not_start_or_is_missing_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", libraries)
     with pytest.raises(ConfigError, match="mooncake cannot be started on gpu with tcp"):
-        transport_of("mooncake", host="gpu")
+        tcp.transport_of("mooncake", host="gpu")
     for name, module in (("mooncake", "mooncake.engine"), ("nixl", "nixl._api")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
-            transport_of(name, host="127.0.0.1")  # type: ignore[arg-type]
+            tcp.transport_of(name, host="127.0.0.1")  # type: ignore[arg-type]
 
 
 def test_rejects_an_idle_timeout_of_zero() -> None:
     with pytest.raises(ValueError, match="idle_timeout_s must be above 0, got 0"):
-        Tcp(idle_timeout_s=0)
+        tcp.Tcp(idle_timeout_s=0)
 
 
-async def test_a_stall_is_one_wait_over_several_ticks(line: tuple[Channel, Channel]) -> None:
+async def test_a_stall_is_one_wait_over_several_ticks(
+    line: tuple[tcp.Channel, tcp.Channel],
+) -> None:
     stalls: list[int] = []
-    detector = StallDetector(lambda: stalls.append(1))
+    detector = tcp.StallDetector(lambda: stalls.append(1))
 
     def after_each_of(count: int) -> list[int]:
         counts = [(detector._tick(), len(stalls))[1] for _ in range(count)]
@@ -315,7 +308,7 @@ async def test_a_listener_closed_at_once_leaves_no_socket() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for turns in range(6):
         one = Line()
-        listener = await Tcp().listen("127.0.0.1", one.serve)
+        listener = await tcp.Tcp().listen("127.0.0.1", one.serve)
         connecting = [socket.socket() for _ in range(3)]
         for sock in connecting:
             sock.setblocking(False)

@@ -16,28 +16,21 @@ import pytest
 from hypothesis import given, settings
 
 from rollweave.schema.weights import WeightManifest
+from rollweave.weights import version_store
 from rollweave.weights.memory import Ranges
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.transport import FetchError
-from rollweave.weights.version_store import (
-    StoredVersion,
-    VersionStore,
-    VersionWriter,
-    chunks_of,
-    close_all,
-    encode_spans,
-)
 from tests.support.properties import examples
 from tests.support.weight_host import KIB, SHAPES, Memory, changed, tensors_of, versions
 
 LAYOUTS = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text())["layout"]
 
 
-def read(stored: StoredVersion) -> bytes:
+def read(stored: version_store.StoredVersion) -> bytes:
     return Path(stored.manifest.location).read_bytes()
 
 
-def assert_sealed(stored: StoredVersion) -> None:
+def assert_sealed(stored: version_store.StoredVersion) -> None:
     fd = os.open(stored.manifest.location, os.O_RDWR)
     try:
         with pytest.raises(OSError, match=r"permitted|denied"):
@@ -51,13 +44,15 @@ def assert_sealed(stored: StoredVersion) -> None:
         os.close(fd)
 
 
-def written(writer: VersionWriter, payload: bytes) -> VersionWriter:
+def written(writer: version_store.VersionWriter, payload: bytes) -> version_store.VersionWriter:
     writer.destination(0, len(payload))[:] = payload
     writer.mark_received(0, len(payload))
     return writer
 
 
-def import_version(store: VersionStore, manifest: WeightManifest) -> StoredVersion:
+def import_version(
+    store: version_store.VersionStore, manifest: WeightManifest
+) -> version_store.StoredVersion:
     """Load a version from this host's memory into the store."""
     writer = store.open_local(manifest)
     if manifest.nbytes:
@@ -73,7 +68,7 @@ def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
 
 def test_opens_a_version_in_the_memory_of_this_host() -> None:
     memory = Memory(os.urandom(1 << 20), publication_id=1, tensors=())
-    store = VersionStore()
+    store = version_store.VersionStore()
     stored = import_version(store, memory.manifest)
     memory.close()
     assert read(stored) == memory.payload == bytes(stored.view())
@@ -83,7 +78,7 @@ def test_opens_a_version_in_the_memory_of_this_host() -> None:
 
 def test_engines_read_a_stored_version_like_the_trainers() -> None:
     with versions(1) as (memory,):
-        store = VersionStore()
+        store = version_store.VersionStore()
         writer = written(store.create(memory.manifest), memory.payload)
         assert store.get(1) is None
         stored = writer.finish()
@@ -94,7 +89,7 @@ def test_engines_read_a_stored_version_like_the_trainers() -> None:
         view = stored.view()
         evicted = store.evict_except([])
         assert [stored.manifest.publication_id for stored in evicted] == [1]
-        close_all(evicted)
+        version_store.close_all(evicted)
         assert store.ids() == []
         assert bytes(view) == memory.payload  # the view keeps it readable
 
@@ -110,14 +105,14 @@ def test_assembles_pieces_of_any_kind_in_any_order(
     sizes: list[int], chunk: int, order: object, kinds: list[bool]
 ) -> None:
     with versions(2, tensors=tensors_of(*sizes)) as (old, new), ThreadPoolExecutor(2) as pool:
-        store = VersionStore()
+        store = version_store.VersionStore()
         base = import_version(store, old.manifest)
         writer = store.create(new.manifest)
-        pieces = list(chunks_of(new.manifest, chunk))
+        pieces = list(version_store.chunks_of(new.manifest, chunk))
         order.shuffle(pieces)  # type: ignore[attr-defined]
         for number, piece in enumerate(pieces):
             if kinds[number % len(kinds)]:
-                blocks = encode_spans(
+                blocks = version_store.encode_spans(
                     piece.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
                 )
                 writer.apply_delta(
@@ -140,7 +135,7 @@ def test_assembles_pieces_of_any_kind_in_any_order(
 
 def test_rejects_incomplete_and_damaged_versions_without_a_trace() -> None:
     with versions(2) as (old, new):
-        store = VersionStore()
+        store = version_store.VersionStore()
         base = import_version(store, old.manifest)
         before = len(os.listdir("/proc/self/fd"))
         writer = store.create(new.manifest)
@@ -169,10 +164,10 @@ def test_rejects_incomplete_and_damaged_versions_without_a_trace() -> None:
 def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
     with versions(2) as (old, new), ThreadPoolExecutor(1) as pool:
         other = Memory(changed(old.payload, seed=8), publication_id=7, tensors=SHAPES)
-        store = VersionStore()
+        store = version_store.VersionStore()
         base, wrong = import_version(store, old.manifest), import_version(store, other.manifest)
-        (chunk, *_) = chunks_of(new.manifest, 1)
-        blocks = encode_spans(
+        (chunk, *_) = version_store.chunks_of(new.manifest, 1)
+        blocks = version_store.encode_spans(
             chunk.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
         )
         body, sizes = b"".join(blocks), [len(block) for block in blocks]
@@ -199,7 +194,7 @@ def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
 
 def test_reports_missing_memory_and_missing_base() -> None:
     with versions(1) as (memory,):
-        store = VersionStore()
+        store = version_store.VersionStore()
         import_version(store, memory.manifest)
         huge = msgspec.structs.replace(memory.manifest, publication_id=2, nbytes=1 << 60)
         for manifest in (huge, msgspec.structs.replace(huge, tensors=memory.manifest.tensors)):
@@ -226,13 +221,13 @@ def test_impossible_layouts_are_refused(row: dict[str, Any]) -> None:
             holders = [{"rank": 0, "location": "", "digest": "", "ranges": part} for part in parts]
             changes = msgspec.to_builtins(manifest) | {"tensors": metas, "parts": holders}
             with pytest.raises(FetchError) if row["error"] else nullcontext() as caught:
-                VersionStore().check(msgspec.convert(changes, WeightManifest))
+                version_store.VersionStore().check(msgspec.convert(changes, WeightManifest))
             if caught is not None:
                 assert reason_of(caught) == "broken"
                 assert str(caught.value).startswith("weights version 5: ")
                 assert row["error"] in str(caught.value), changes
     with pytest.raises(FetchError, match="nbytes at least 0"):
-        VersionStore().check(msgspec.structs.replace(manifest, nbytes=-1))
+        version_store.VersionStore().check(msgspec.structs.replace(manifest, nbytes=-1))
 
 
 @given(

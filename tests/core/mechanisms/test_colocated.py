@@ -18,12 +18,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
-from tests.support.core import (
-    SCHEDULINGS,
-    config,
-    run_with_lost_controllers,
-    until,
-)
+from tests.support import core
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -32,7 +27,7 @@ E0 = EngineId("e0")
 
 def colocated(**sections: Any) -> RunConfig:
     trainer = {"colocated": True, **sections.pop("trainer", {})}
-    return config("sync", trainer=trainer, **sections)
+    return core.config("sync", trainer=trainer, **sections)
 
 
 def of(world: World, *kinds: type[c.Command]) -> list[c.Command]:
@@ -49,7 +44,7 @@ def of(world: World, *kinds: type[c.Command]) -> list[c.Command]:
     kills=st.lists(st.integers(5, 300), max_size=3),
     spare=st.integers(0, 2),
     every=st.sampled_from([0, 1, 2]),
-    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
     cut=st.floats(0, 1),
 )
 def test_any_colocated_world_ends_accounted_for_and_is_replayed(
@@ -65,12 +60,12 @@ def test_any_colocated_world_ends_accounted_for_and_is_replayed(
 ) -> None:
     """`World` checks at every command that the devices are free for it."""
     settings_ = colocated(
-        rollout={"spare_groups": spare, "spare_members": spare, **SCHEDULINGS[scheduling]},
+        rollout={"spare_groups": spare, "spare_members": spare, **core.SCHEDULINGS[scheduling]},
         eval={"every": every},
         watchdog={"restarts": 100},
     )
     world = World(settings_, seed, failure=failure, hang=hang, restless=restless)
-    run_with_lost_controllers(world, kills)
+    core.run_with_lost_controllers(world, kills)
     account = world.core.account()
     assert account.in_flight == 0
     if world.finish.error:
@@ -152,7 +147,7 @@ def test_a_step_begins_when_the_engines_have_given_back_their_memory() -> None:
 def test_an_engine_that_does_not_give_back_its_memory_is_restarted() -> None:
     world = World(colocated(), seed=1)
     world.start()
-    until(world, c.SuspendEngine)
+    core.until(world, c.SuspendEngine)
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.EngineSuspended)]
     shown = [wait.what for wait in world.core.waits({})]
     assert shown.count("giving its memory back for the trainer") == 2
@@ -166,12 +161,12 @@ def test_a_trainer_that_is_lost_in_a_step_trains_it_before_the_engines_load() ->
     """They have no use for the weights that it publishes when it is back."""
     world = World(colocated(steps=2), seed=1)
     world.start()
-    until(world, c.TrainStep)
+    core.until(world, c.TrainStep)
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.StepTrained)]
     world.trained.clear()
     world.later(e.TrainerLost(epoch=0, error="killed"), 0.0)
     before = len(of(world, c.LoadWeights))
-    until(world, c.TrainStep)
+    core.until(world, c.TrainStep)
     assert len(of(world, c.LoadWeights)) == before
     assert world.run_on().error == ""
     assert sorted(world.trained) == [0, 1]
@@ -181,9 +176,9 @@ def test_a_trainer_that_is_lost_between_steps_leaves_the_engines_their_memory() 
     """It comes back in the host's memory, and its weights are those that they serve."""
     world = World(colocated(steps=2), seed=1)
     world.start()
-    until(world, c.StartTurn)
+    core.until(world, c.StartTurn)
     world.later(e.TrainerLost(epoch=0, error="killed"), 0.0)
-    until(world, c.PublishWeights)
+    core.until(world, c.PublishWeights)
     assert not of(world, c.SuspendEngine)
     assert world.core.state.trainer.status is TrainerStatus.PUBLISHING
     assert all(
@@ -236,6 +231,6 @@ def test_when_the_trainer_needs_the_devices(
 def test_what_a_released_engine_waits_for_is_the_trainer() -> None:
     world = World(colocated(), seed=1)
     world.start()
-    until(world, c.TrainStep)
+    core.until(world, c.TrainStep)
     shown = [Wait(component=one.component, what=one.what) for one in world.core.waits({})]
     assert shown == [Wait(component="the trainer", what="training step 0")]

@@ -107,19 +107,13 @@ def test_the_trainer_starts_again_beside_the_engines_of_the_hosts_that_are_left(
     assert {place for place, _ in driver.ranks()} == {0, 1}
     commands = driver.lose_host(0)
     (restart,) = of(commands, c.RestartTrainer)
-    assert [(rank.host, rank.devices) for rank in restart.ranks] == [
-        (1, (0,)),
-        (1, (1,)),
-        (2, (0,)),
-        (2, (1,)),
-    ]
+    expected = [(1, (0,)), (1, (1,)), (2, (0,)), (2, (1,))]
+    assert [(rank.host, rank.devices) for rank in restart.ranks] == expected
     assert of(commands, c.StartEngine) == []
     assert [*driver.places()] == ["e2", "e3", "e4", "e5"]
     started = of(driver.join_host(3, 2), c.StartEngine)
-    assert [(one.engine_id, one.host, one.devices) for one in started] == [
-        ("e6", 3, (0,)),
-        ("e7", 3, (1,)),
-    ]
+    wanted = [("e6", 3, (0,)), ("e7", 3, (1,))]
+    assert [(one.engine_id, one.host, one.devices) for one in started] == wanted
     assert {place for place, _ in driver.ranks()} == {1, 2}, "the trainer stays"
 
 

@@ -19,14 +19,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId, TrajectoryId
 from rollweave.schema.work import Limits, Task
-from tests.support.core import (
-    MODES,
-    SCHEDULINGS,
-    SPLIT,
-    always_split,
-    config,
-    run_with_lost_controllers,
-)
+from tests.support import core
 from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
@@ -44,11 +37,11 @@ class Controlled:
 
     def __init__(self, mode: str = "sync", **sections: Any) -> None:
         self.core = Core(
-            config(
+            core.config(
                 mode,
                 rollout={"groups_per_step": 1, "group_size": 2, **sections.pop("rollout", {})},
                 tasks=[{"env": "a"}],
-                engine_groups=SPLIT,
+                engine_groups=core.SPLIT,
                 watchdog={"turn_s": 60.0, "restarts": 9, **sections.pop("watchdog", {})},
                 **sections,
             )
@@ -363,12 +356,12 @@ def test_a_move_costs_its_mean_seconds_for_each_token() -> None:
 @settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(core.MODES),
     failure=st.sampled_from([0.0, 0.02, 0.1]),
     hang=st.sampled_from([0.0, 0.0, 0.01]),
     restless=st.sampled_from([0.0, 0.0, 0.01]),
     every=st.sampled_from([0, 1, 2]),
-    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
     slots=st.sampled_from([1, 3]),
     prefill=st.integers(1, 2),
     kills=st.lists(st.integers(1, 200), max_size=2),
@@ -385,18 +378,18 @@ def test_any_world_with_prefill_engines_ends_accounted_for(
     prefill: int,
     kills: list[int],
 ) -> None:
-    settings_ = config(
+    settings_ = core.config(
         mode,
-        rollout=SCHEDULINGS[scheduling],
+        rollout=core.SCHEDULINGS[scheduling],
         engines={"max_slots": slots},
-        engine_groups=[{**SPLIT[0], "count": prefill}, SPLIT[1]],
+        engine_groups=[{**core.SPLIT[0], "count": prefill}, core.SPLIT[1]],
         eval={"every": every},
         watchdog={"restarts": 100},
     )
     world = World(settings_, seed, failure=failure, hang=hang, restless=restless)
-    with always_split():
+    with core.always_split():
         if kills:
-            run_with_lost_controllers(world, kills)
+            core.run_with_lost_controllers(world, kills)
         else:
             world.run()
     account = world.core.account()
@@ -408,15 +401,15 @@ def test_prompts_are_split_in_a_random_world() -> None:
     """The worlds above would prove nothing if they split no turn."""
     counted = 0
     for seed in range(1, 4):
-        world = World(config("bounded", engine_groups=SPLIT), seed)
-        with always_split():
+        world = World(core.config("bounded", engine_groups=core.SPLIT), seed)
+        with core.always_split():
             world.run()
         counted += world.core.state.counters.scheduling.split_turns
     assert counted > 50
 
 
 def test_a_replayed_run_gives_identical_commands() -> None:
-    run_config = config("bounded", engine_groups=SPLIT)
+    run_config = core.config("bounded", engine_groups=core.SPLIT)
     world = World(run_config, 5, failure=0.05)
     world.run()
     again = Core(run_config)

@@ -173,12 +173,8 @@ def test_a_short_pool_uses_its_fallback_before_it_shares() -> None:
     hosts = [host(0, 1, "bandwidth"), host(1, 2, "compute")]
     demands = [engine(n, 1, "bandwidth", "compute") for n in range(4)]
     bindings, _ = bind(demands, hosts)
-    assert places(bindings) == {
-        "e0": (0, (0,)),
-        "e1": (1, (0,)),
-        "e2": (1, (1,)),
-        "e3": (0, (0,)),
-    }
+    expected = {"e0": (0, (0,)), "e1": (1, (0,)), "e2": (1, (1,)), "e3": (0, (0,))}
+    assert places(bindings) == expected
     assert [one.pool for one in bindings] == ["bandwidth", "compute", "compute", "bandwidth"]
 
 

@@ -163,11 +163,8 @@ def test_groups_of_very_old_weights_can_still_be_drawn() -> None:
         experience("b", 1, initiated=0),
         experience("new", 2, initiated=10**6),
     ]
-    assert sample(buffer, 3, strategy="staleness", version=10**6, draws=[0.9, 0.9, 0.9]) == [
-        "new",
-        "b",
-        "a",
-    ]
+    expected = ["new", "b", "a"]
+    assert sample(buffer, 3, strategy="staleness", version=10**6, draws=[0.9, 0.9, 0.9]) == expected
 
 
 # Eviction.

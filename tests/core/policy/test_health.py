@@ -96,9 +96,6 @@ def test_the_rest_is_dealt_round_robin() -> None:
         Host(server="r2", host="h2"),
         Host(server="r3", host="h3"),
     ]
-    assert spread(llms, rollouts) == {
-        "r1": ("near", "far2"),
-        "r2": ("far0", "far3"),
-        "r3": ("far1",),
-    }
+    expected = {"r1": ("near", "far2"), "r2": ("far0", "far3"), "r3": ("far1",)}
+    assert spread(llms, rollouts) == expected
     assert spread(llms[4:], rollouts) == {"r1": ("near",), "r2": ("near",), "r3": ("near",)}

@@ -277,11 +277,8 @@ def test_the_regressor_answers_once_it_is_fitted() -> None:
     predictor = taught(Spy())
     assert (predictor.fits, predictor.failed_fits) == (1, 0)
     assert predictor.predict("k", context(77)) == 77
-    assert predictor.estimate([predictor.remember(n, context(50 + n)) for n in range(3)]) == [
-        50,
-        51,
-        52,
-    ]
+    wanted = [50, 51, 52]
+    assert predictor.estimate([predictor.remember(n, context(50 + n)) for n in range(3)]) == wanted
     assert predictor.estimate([]) == []
     assert predictor.failed_predictions == 0
 

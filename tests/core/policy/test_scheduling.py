@@ -82,11 +82,8 @@ def test_settings_override_presets() -> None:
     assert scheduling(RolloutConfig(), AblationConfig()).placement == "affinity"
     assert not scheduling(RolloutConfig(), AblationConfig()).predicts
     overridden = scheduling(RolloutConfig(scheduling="trajectory"), AblationConfig())
-    assert (overridden.priority, overridden.placement, overridden.migration) == (
-        "longest_first",
-        "partition",
-        "gain",
-    )
+    expected = ("longest_first", "partition", "gain")
+    assert (overridden.priority, overridden.placement, overridden.migration) == expected
     assert overridden.predicts
     assert overridden.preempts
     pinned = scheduling(RolloutConfig(scheduling="trajectory"), AblationConfig(changes=("pinned",)))

@@ -9,12 +9,8 @@ def seconds_named(wait: Wait, until: int) -> list[int]:
 
 
 def test_a_wait_is_named_whenever_it_has_doubled() -> None:
-    assert seconds_named(Wait(component="relay r1", what="starting", since=0.0), 100) == [
-        10,
-        20,
-        40,
-        80,
-    ]
+    expected = [10, 20, 40, 80]
+    assert seconds_named(Wait(component="relay r1", what="starting", since=0.0), 100) == expected
 
 
 def test_a_wait_without_a_beginning_begins_when_it_is_first_seen() -> None:

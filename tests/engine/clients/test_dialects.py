@@ -166,10 +166,8 @@ def test_vllm_receives_every_parameter() -> None:
     assert encoded(Vllm(), SPEECH)["sampling_params"]["allowed_token_ids"] == [8, 9]
     assert encoded(Vllm(), SPEECH)["sampling_params"]["stop"] == ["END"]
     path, body = Vllm().abort("ab12") or ("", b"")
-    assert (path, json.loads(body)) == (
-        "/inference/v1/abort_requests",
-        {"request_ids": ["generate-tokens-ab12"]},
-    )
+    expected = ("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-ab12"]})
+    assert (path, json.loads(body)) == expected
 
 
 def test_completions_ask_for_token_ids() -> None:
@@ -272,22 +270,17 @@ def test_vllm_answers_with_versions_and_cache() -> None:
 
 def test_completions_answer() -> None:
     result = decoded(Completions(), COMPLETION_ANSWER)
-    assert (result.tokens, result.logprobs, result.finish) == (
-        (9, 8),
-        (-0.5, -0.25),
-        FinishReason.LENGTH,
-    )
+    expected = ((9, 8), (-0.5, -0.25), FinishReason.LENGTH)
+    assert (result.tokens, result.logprobs, result.finish) == expected
     assert result.versions == one_version(0)
 
 
 def test_sglang_answers_with_its_version() -> None:
     result = decoded(Sglang(), SGLANG_ANSWER)
     assert (result.tokens, result.logprobs) == ((9, 2), (-0.5, -0.25))
-    assert (result.versions, result.finish, result.cached_tokens) == (
-        one_version(12),
-        FinishReason.STOP,
-        1,
-    )
+    assert result.versions == one_version(12)
+    assert result.finish == FinishReason.STOP
+    assert result.cached_tokens == 1
     spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
     assert (
         decoded(Sglang(), changed(SGLANG_ANSWER, "meta_info", "weight_versions", to=spans)).versions
@@ -314,11 +307,8 @@ def test_prorl_is_cut_after_the_first_stop_token() -> None:
     assert decoded(Prorl(), PRORL_ANSWER).finish is FinishReason.STOP
     long = {"response_ids": [9, 2, 4], "logprobs": [-0.5, -0.25, -0.1]}
     result = decoded(Prorl(), long)
-    assert (result.tokens, result.logprobs, result.finish) == (
-        (9, 2),
-        (-0.5, -0.25),
-        FinishReason.STOP,
-    )
+    expected = ((9, 2), (-0.5, -0.25), FinishReason.STOP)
+    assert (result.tokens, result.logprobs, result.finish) == expected
     full = {"response_ids": [9, 8, 4], "logprobs": [-0.5, -0.25, -0.1]}
     assert decoded(Prorl(), full).finish is FinishReason.LENGTH
 

@@ -11,13 +11,8 @@ import pytest
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import (
-    DialectName,
-    FinishReason,
-    GenerateRequest,
-    Sampling,
-)
 from tests.engine.clients.wire import HANG, Exchange, Handle, Wire, prorl, serving
 
 FINE = prorl(hot=-1.5)
@@ -25,11 +20,11 @@ FINE = prorl(hot=-1.5)
 
 def request(
     id: str = "r0", *, count: int = 3, budget_s: float = 0.0, **sampling: Any
-) -> GenerateRequest:
-    return GenerateRequest(
+) -> s.GenerateRequest:
+    return s.GenerateRequest(
         id=id,
         tokens=(5,),
-        sampling=Sampling(max_tokens=count, **{"temperature": 1.0, **sampling}),
+        sampling=s.Sampling(max_tokens=count, **{"temperature": 1.0, **sampling}),
         budget_s=budget_s,
     )
 
@@ -75,12 +70,10 @@ def first(once: Handle, then: Handle = FINE) -> Handle:
 async def test_request_and_answer() -> None:
     async with serving(FINE) as wire, connected(wire, slots=7, kv_tokens=700) as engine:
         ready = await engine.ready()
-        assert (ready.version, ready.max_slots, ready.max_context, ready.kv_total_tokens) == (
-            0,
-            7,
-            700,
-            700,
-        )
+        assert ready.version == 0
+        assert ready.max_slots == 7
+        assert ready.max_context == 700
+        assert ready.kv_total_tokens == 700
         results = await asyncio.gather(
             *(engine.generate(request(f"r{number}")) for number in range(20))
         )
@@ -88,12 +81,8 @@ async def test_request_and_answer() -> None:
         assert {result.tokens for result in results} == {(6, 7, 8)}
         assert all(result.queue_s >= 0 and result.generate_s > 0 for result in results)
         stats = await engine.stats()
-        assert (stats.running, stats.waiting, stats.prompt_tokens, stats.output_tokens) == (
-            0,
-            0,
-            20,
-            60,
-        )
+        expected = (0, 0, 20, 60)
+        assert (stats.running, stats.waiting, stats.prompt_tokens, stats.output_tokens) == expected
 
 
 async def test_late_server_is_awaited() -> None:
@@ -162,7 +151,7 @@ async def test_abort_without_server_support_returns_at_once_with_no_tokens() -> 
         await wire.arrived.wait()
         engine.abort("r0")
         result = await answer
-        assert (result.id, result.tokens, result.finish) == ("r0", (), FinishReason.ABORTED)
+        assert (result.id, result.tokens, result.finish) == ("r0", (), s.FinishReason.ABORTED)
 
 
 def sglang(tokens: list[int], reason: str) -> dict[str, Any]:
@@ -197,7 +186,9 @@ async def test_abort_with_server_support_returns_the_tokens_so_far(ending: str) 
             engine.abort("r0")
         result = await answer
         assert (result.id, result.tokens, result.versions[0].version) == ("r0", (6,), 3)
-        assert result.finish is (FinishReason.ABORTED if ending == "abort" else FinishReason.TIME)
+        assert result.finish is (
+            s.FinishReason.ABORTED if ending == "abort" else s.FinishReason.TIME
+        )
         assert len(aborted_id.result()) == 32, (
             "SGLang aborts whatever begins so: no id may be the beginning of another"
         )
@@ -206,7 +197,7 @@ async def test_abort_with_server_support_returns_the_tokens_so_far(ending: str) 
 async def test_a_time_budget_ends_a_request_that_hangs() -> None:
     async with serving(hang) as wire, connected(wire) as engine:
         result = await engine.generate(request(budget_s=0.05))
-        assert (result.tokens, result.finish) == ((), FinishReason.TIME)
+        assert (result.tokens, result.finish) == ((), s.FinishReason.TIME)
 
 
 async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
@@ -214,7 +205,7 @@ async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
         running, waiting = engine.generate(request("r0")), engine.generate(request("r1"))
         await wire.arrived.wait()
         engine.abort("r1")
-        assert (await waiting).finish is FinishReason.ABORTED
+        assert (await waiting).finish is s.FinishReason.ABORTED
         assert not running.done()
         assert len(wire.seen) == 1
 
@@ -234,7 +225,7 @@ async def test_invalid_token_ids_are_never_sent(
     async with serving(FINE) as wire, connected(wire) as engine:
         with pytest.raises(EngineError, match=rule):
             await engine.generate(
-                GenerateRequest(id="r0", tokens=tokens, sampling=Sampling(allowed=allowed))
+                s.GenerateRequest(id="r0", tokens=tokens, sampling=s.Sampling(allowed=allowed))
             )
         assert not wire.seen
 
@@ -386,7 +377,7 @@ async def test_absent_server_is_reported_in_time() -> None:
         await engine.close()
 
 
-PROBES: list[tuple[DialectName, Handle, str]] = [
+PROBES: list[tuple[s.DialectName, Handle, str]] = [
     (
         "prorl",
         claims({"text": "hi"}),
@@ -413,7 +404,7 @@ PROBES: list[tuple[DialectName, Handle, str]] = [
 
 @pytest.mark.parametrize(("dialect", "probed", "reason"), PROBES)
 async def test_a_server_that_cannot_serve_training_is_refused(
-    dialect: DialectName, probed: Handle, reason: str
+    dialect: s.DialectName, probed: Handle, reason: str
 ) -> None:
     async with serving(probed, probed=probed) as wire:
         engine = HttpEngine(spec(wire.url, dialect=dialect), start_s=20)

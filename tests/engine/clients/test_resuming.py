@@ -10,31 +10,23 @@ from hypothesis import strategies as st
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.streams import merged_result, remaining_request, unextended_result
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    VersionSpan,
-    spans_cover,
-)
 from tests.engine.clients.wire import Exchange, prorl, serving
 
 
-def partial(*tokens: int, generate_s: float = 0.0, version: int = 0) -> PartialOutput:
-    spans = (VersionSpan(start=0, end=len(tokens), version=version),)
-    return PartialOutput(
+def partial(*tokens: int, generate_s: float = 0.0, version: int = 0) -> s.PartialOutput:
+    spans = (s.VersionSpan(start=0, end=len(tokens), version=version),)
+    return s.PartialOutput(
         tokens=tokens, logprobs=(-0.25,) * len(tokens), versions=spans, generate_s=generate_s
     )
 
 
 def request(
-    resumed: PartialOutput | None, *, count: int = 6, budget_s: float = 0.0, **sampling: Any
-) -> GenerateRequest:
-    sampling_of_request = Sampling(max_tokens=count, seed=40, **sampling)
-    return GenerateRequest(
+    resumed: s.PartialOutput | None, *, count: int = 6, budget_s: float = 0.0, **sampling: Any
+) -> s.GenerateRequest:
+    sampling_of_request = s.Sampling(max_tokens=count, seed=40, **sampling)
+    return s.GenerateRequest(
         id="r0", tokens=(5,), sampling=sampling_of_request, budget_s=budget_s, resumed=resumed
     )
 
@@ -43,7 +35,7 @@ def spec(url: str) -> HttpSpec:
     return HttpSpec(name="engine e0", url=url, vocab=100, dialect="prorl")
 
 
-async def answered(resumed_request: GenerateRequest) -> tuple[GenerateResult, list[Any]]:
+async def answered(resumed_request: s.GenerateRequest) -> tuple[s.GenerateResult, list[Any]]:
     """Return the answer of a model that counts, and the requests that it received."""
     async with serving(prorl(hot=-1.5)) as wire:
         engine = HttpEngine(spec(wire.url), check_s=1000.0)
@@ -60,8 +52,8 @@ async def test_rest_is_requested_with_a_longer_prompt_and_another_seed() -> None
     assert (body["prompt_ids"], body["max_tokens"], body["seed"]) == ([5, 6, 7], 4, 42)
     assert result.tokens == (6, 7, 8, 9, 10, 11)
     assert result.logprobs == (-0.25, -0.25, -1.5, -1.5, -1.5, -1.5)
-    assert result.versions == (VersionSpan(start=0, end=6, version=0),)
-    assert (result.id, result.finish, result.resumed_tokens) == ("r0", FinishReason.LENGTH, 2)
+    assert result.versions == (s.VersionSpan(start=0, end=6, version=0),)
+    assert (result.id, result.finish, result.resumed_tokens) == ("r0", s.FinishReason.LENGTH, 2)
     assert 3.0 < result.generate_s < 3.0 + 60.0
     assert result.queue_s < 60.0
 
@@ -69,12 +61,12 @@ async def test_rest_is_requested_with_a_longer_prompt_and_another_seed() -> None
 @pytest.mark.parametrize(
     ("resumed", "sampling", "finish"),
     [
-        (partial(6, 7), {"count": 2}, FinishReason.LENGTH),
-        (partial(6, 7), {"stop_token_ids": (7,)}, FinishReason.STOP),
+        (partial(6, 7), {"count": 2}, s.FinishReason.LENGTH),
+        (partial(6, 7), {"stop_token_ids": (7,)}, s.FinishReason.STOP),
     ],
 )
 async def test_ended_turn_is_not_requested(
-    resumed: PartialOutput, sampling: Any, finish: FinishReason
+    resumed: s.PartialOutput, sampling: Any, finish: s.FinishReason
 ) -> None:
     result, bodies = await answered(request(resumed, **sampling))
     assert (result.tokens, result.finish, bodies) == (resumed.tokens, finish, [])
@@ -104,11 +96,8 @@ async def test_remaining_budget_bounds_the_rest_and_the_beginning_is_kept() -> N
         engine = HttpEngine(spec(wire.url), check_s=1000.0)
         try:
             result = await engine.generate(request(partial(6, 7, generate_s=5.0), budget_s=1.0))
-            assert (result.finish, result.tokens, result.resumed_tokens) == (
-                FinishReason.TIME,
-                (6, 7),
-                2,
-            )
+            expected = (s.FinishReason.TIME, (6, 7), 2)
+            assert (result.finish, result.tokens, result.resumed_tokens) == expected
             turn = engine.generate(request(partial(6, 7)))
             wire.arrived.clear()
             await asyncio.wait_for(wire.arrived.wait(), 10)
@@ -122,28 +111,28 @@ async def test_remaining_budget_bounds_the_rest_and_the_beginning_is_kept() -> N
 def test_spans_are_merged_as_those_of_one_turn(before: list[int], after: list[int]) -> None:
     """The reference is the version of each token."""
 
-    def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    def spans(versions: list[int]) -> tuple[s.VersionSpan, ...]:
         return tuple(
-            VersionSpan(start=at, end=at + 1, version=version)
+            s.VersionSpan(start=at, end=at + 1, version=version)
             for at, version in enumerate(versions)
         )
 
-    resumed = PartialOutput(
+    resumed = s.PartialOutput(
         tokens=(1,) * len(before), logprobs=(-1.0,) * len(before), versions=spans(before)
     )
-    rest = GenerateResult(
+    rest = s.GenerateResult(
         id="r0",
         tokens=(2,) * len(after),
         logprobs=(-2.0,) * len(after),
         versions=spans(after),
-        finish=FinishReason.STOP,
+        finish=s.FinishReason.STOP,
     )
-    resumed_request = GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
+    resumed_request = s.GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
     merged = merged_result(resumed_request, rest)
-    assert spans_cover(merged.versions, len(merged.tokens))
+    assert s.spans_cover(merged.versions, len(merged.tokens))
     reported_versions = [
         span.version for span in merged.versions for _ in range(span.end - span.start)
     ]
     assert reported_versions == before + after
     assert merged.tokens == (1,) * len(before) + (2,) * len(after)
-    assert unextended_result(resumed_request, FinishReason.ABORTED).tokens == resumed.tokens
+    assert unextended_result(resumed_request, s.FinishReason.ABORTED).tokens == resumed.tokens

@@ -24,23 +24,14 @@ from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import (
-    DialectName,
-    EngineSpec,
-    EngineStats,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    Sampling,
-    VersionSpan,
-)
 from tests.support.engines import engine_in_thread, tiny_checkpoint
 
 VOCAB = 128
 MOST = 30
-DIALECTS: tuple[DialectName, ...] = ("rollweave", "completions", "prorl")
+DIALECTS: tuple[s.DialectName, ...] = ("rollweave", "completions", "prorl")
 
 
 class Letters(TextCodec):
@@ -75,7 +66,7 @@ class Served:
 
     @asynccontextmanager
     async def remote(
-        self, dialect: DialectName = "rollweave", *, check_s: float = 1000.0
+        self, dialect: s.DialectName = "rollweave", *, check_s: float = 1000.0
     ) -> AsyncIterator[HttpEngine]:
         spec = HttpSpec(name="remote", url=self.url, vocab=VOCAB, dialect=dialect)
         engine = HttpEngine(spec, reply_s=10.0, check_s=check_s)
@@ -85,7 +76,7 @@ class Served:
         finally:
             await engine.close()
 
-    async def until(self, meets: Callable[[EngineStats], bool]) -> EngineStats:
+    async def until(self, meets: Callable[[s.EngineStats], bool]) -> s.EngineStats:
         """Return the engine's state once it satisfies the condition."""
         while not meets(stats := await self.engine.stats()):
             continue
@@ -103,7 +94,7 @@ class Served:
 
 @pytest.fixture
 async def served(model: Path) -> AsyncIterator[Served]:
-    spec = EngineSpec(
+    spec = s.EngineSpec(
         id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=2048, deterministic=True
     )
     engine = engine_in_thread(spec, reply_s=20.0)
@@ -118,35 +109,32 @@ async def served(model: Path) -> AsyncIterator[Served]:
 
 
 SAMPLINGS = [
-    Sampling(temperature=0.0, max_tokens=30),
-    Sampling(temperature=1.0, max_tokens=30, seed=3),
-    Sampling(temperature=0.7, top_p=0.9, top_k=20, max_tokens=30, seed=1 << 62),
-    Sampling(temperature=1.3, max_tokens=30, seed=4, stop_token_ids=tuple(range(0, 128, 9))),
+    s.Sampling(temperature=0.0, max_tokens=30),
+    s.Sampling(temperature=1.0, max_tokens=30, seed=3),
+    s.Sampling(temperature=0.7, top_p=0.9, top_k=20, max_tokens=30, seed=1 << 62),
+    s.Sampling(temperature=1.3, max_tokens=30, seed=4, stop_token_ids=tuple(range(0, 128, 9))),
 ]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_served_tokens_equal_the_engine_s(served: Served, dialect: DialectName) -> None:
+async def test_served_tokens_equal_the_engine_s(served: Served, dialect: s.DialectName) -> None:
     async with served.remote(dialect) as remote:
         assert remote._logprobs is Logprobs.SAMPLED
         requests = [
-            GenerateRequest(id=f"r{number}-{at}", tokens=(5, 6, 7 + at), sampling=sampling)
+            s.GenerateRequest(id=f"r{number}-{at}", tokens=(5, 6, 7 + at), sampling=sampling)
             for number, sampling in enumerate(SAMPLINGS)
             for at in range(3)
         ]
         here = [await served.engine.generate(request) for request in requests]
         there = await asyncio.gather(*(remote.generate(request) for request in requests))
         for local, served_result in zip(here, there, strict=True):
-            assert (served_result.id, served_result.tokens, served_result.logprobs) == (
-                local.id,
-                local.tokens,
-                local.logprobs,
-            )
+            expected = (local.id, local.tokens, local.logprobs)
+            assert (served_result.id, served_result.tokens, served_result.logprobs) == expected
             assert served_result.finish is local.finish
             assert [(span.start, span.end, span.version) for span in served_result.versions] == [
                 (0, len(local.tokens), 0)
             ]
-        assert {result.finish for result in there} == {FinishReason.LENGTH, FinishReason.STOP}
+        assert {result.finish for result in there} == {s.FinishReason.LENGTH, s.FinishReason.STOP}
 
 
 async def test_ready_and_stats_are_forwarded(served: Served) -> None:
@@ -154,44 +142,44 @@ async def test_ready_and_stats_are_forwarded(served: Served) -> None:
         here, there = await served.engine.ready(), await remote.ready()
         assert there == msgspec.structs.replace(here, version=0, stages=False, moves_kv=False)
         assert (await remote.stats()).kv_total_tokens == here.kv_total_tokens
-        request = GenerateRequest(
-            id="r0", tokens=tuple(range(2, 42)), sampling=Sampling(max_tokens=3)
+        request = s.GenerateRequest(
+            id="r0", tokens=tuple(range(2, 42)), sampling=s.Sampling(max_tokens=3)
         )
         await remote.generate(request)
         assert (await remote.generate(request)).cached_tokens >= 32
-        second = GenerateRequest(
-            id="r1", tokens=(5,), sampling=Sampling(max_tokens=200), budget_s=1e-6
+        second = s.GenerateRequest(
+            id="r1", tokens=(5,), sampling=s.Sampling(max_tokens=200), budget_s=1e-6
         )
-        assert (await remote.generate(second)).finish is FinishReason.TIME
-        masked = GenerateRequest(
-            id="r2", tokens=(5,), sampling=Sampling(max_tokens=20, allowed=(7, 8))
+        assert (await remote.generate(second)).finish is s.FinishReason.TIME
+        masked = s.GenerateRequest(
+            id="r2", tokens=(5,), sampling=s.Sampling(max_tokens=20, allowed=(7, 8))
         )
         assert set((await remote.generate(masked)).tokens) <= {7, 8}
         with pytest.raises(EngineError, match=r"tokens must be in \[0, 128\)"):
-            await remote.generate(GenerateRequest(id="r3", tokens=(500,)))
+            await remote.generate(s.GenerateRequest(id="r3", tokens=(500,)))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_disconnecting_stops_the_generation(served: Served, dialect: DialectName) -> None:
+async def test_disconnecting_stops_the_generation(served: Served, dialect: s.DialectName) -> None:
     """While it is suspended, the engine cannot have finished the request by itself."""
     async with served.remote(dialect) as remote:
         await served.engine.suspend()
         answer = remote.generate(
-            GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=200))
+            s.GenerateRequest(id="r0", tokens=(5,), sampling=s.Sampling(max_tokens=200))
         )
         await served.until(lambda stats: stats.waiting == 1)
         answer.cancel()
         await served.until(lambda stats: stats.waiting + stats.running == 0)
         served.engine.resume()
-        assert (await remote.generate(GenerateRequest(id="r0", tokens=(5,)))).id == "r0"
+        assert (await remote.generate(s.GenerateRequest(id="r0", tokens=(5,)))).id == "r0"
 
 
 async def test_running_generation_is_stopped(served: Served) -> None:
     async with served.remote() as remote:
         before = (await served.engine.stats()).output_tokens
         answer = remote.generate(
-            GenerateRequest(
-                id="r0", tokens=(5,), sampling=Sampling(max_tokens=250, stop_token_ids=())
+            s.GenerateRequest(
+                id="r0", tokens=(5,), sampling=s.Sampling(max_tokens=250, stop_token_ids=())
             )
         )
         await served.until(lambda stats: stats.output_tokens > before)
@@ -206,12 +194,12 @@ async def test_abort_returns_the_tokens_so_far(served: Served) -> None:
     async with served.remote() as remote:
         await served.engine.suspend()
         answer = remote.generate(
-            GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=200))
+            s.GenerateRequest(id="r0", tokens=(5,), sampling=s.Sampling(max_tokens=200))
         )
         await served.until(lambda stats: stats.waiting == 1)
         remote.abort("r0")
         result = await answer
-        assert (result.id, result.finish) == ("r0", FinishReason.ABORTED)
+        assert (result.id, result.finish) == ("r0", s.FinishReason.ABORTED)
         served.engine.resume()
 
 
@@ -249,16 +237,16 @@ async def test_text_is_served_with_a_tokenizer(served: Served) -> None:
 async def test_text_ends_before_the_stop(stop: dict[str, Any], visible: str) -> None:
     class Speaker:
         async def generate(
-            self, request: GenerateRequest, on_tokens: Any, *, report_s: float
-        ) -> GenerateResult:
+            self, request: s.GenerateRequest, on_tokens: Any, *, report_s: float
+        ) -> s.GenerateResult:
             tokens = tuple(map(ord, "hello"))
-            versions = (VersionSpan(start=0, end=5, version=0),)
-            return GenerateResult(
+            versions = (s.VersionSpan(start=0, end=5, version=0),)
+            return s.GenerateResult(
                 id=request.id,
                 tokens=tokens,
                 logprobs=(0.0,) * 5,
                 versions=versions,
-                finish=FinishReason.STOP,
+                finish=s.FinishReason.STOP,
             )
 
     speaker: Any = Speaker()
@@ -404,12 +392,13 @@ async def test_too_many_requests_are_refused_with_a_retry_time(served: Served) -
     async with served.remote() as remote:
         await served.engine.suspend()
         waiting = [
-            remote.generate(GenerateRequest(id=f"r{number}", tokens=(5,))) for number in range(MOST)
+            remote.generate(s.GenerateRequest(id=f"r{number}", tokens=(5,)))
+            for number in range(MOST)
         ]
         await served.until(lambda stats: stats.waiting == MOST)
         status, answer = await served.post("/generate", {"prompt_ids": [5], "max_tokens": 1})
         assert (status, answer["detail"]) == (429, "Too Many Requests")
-        second = remote.generate(GenerateRequest(id="late", tokens=(5,)))
+        second = remote.generate(s.GenerateRequest(id="late", tokens=(5,)))
         served.engine.resume()
         assert len(await asyncio.gather(*waiting, second)) == MOST + 1
 
@@ -425,7 +414,7 @@ async def test_unfinished_request_is_cut_off(served: Served) -> None:
 async def test_lost_engine_is_reported_and_lost_to_its_clients(served: Served) -> None:
     async with served.remote(check_s=0.05) as remote:
         await served.engine.suspend()
-        pending = remote.generate(GenerateRequest(id="r0", tokens=(5,)))
+        pending = remote.generate(s.GenerateRequest(id="r0", tokens=(5,)))
         await served.until(lambda stats: stats.waiting == 1)
         served.engine.kill()
         with pytest.raises(EngineLostError, match="its health is status 503"):

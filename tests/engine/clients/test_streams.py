@@ -20,24 +20,13 @@ from rollweave.engine.servers.sglang import OwnSglang
 from rollweave.engine.servers.versions import OwnDialect
 from rollweave.engine.servers.vllm import OwnVllm
 from rollweave.engine.servers.vllm_control import ABORT
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import (
-    Constraint,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    TokenDelta,
-    VersionSpan,
-    spans_between,
-    spans_cover,
-)
 from tests.engine.clients.wire import Exchange, Handle, Wire, serving
 
 
-def request(id: str = "r0", *, count: int = 8, **fields: Any) -> GenerateRequest:
-    return GenerateRequest(id=id, tokens=(5,), sampling=Sampling(max_tokens=count), **fields)
+def request(id: str = "r0", *, count: int = 8, **fields: Any) -> s.GenerateRequest:
+    return s.GenerateRequest(id=id, tokens=(5,), sampling=s.Sampling(max_tokens=count), **fields)
 
 
 def vllm_part(
@@ -133,18 +122,15 @@ async def test_tokens_are_reported_as_they_arrive_and_the_result_has_all() -> No
     usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}}
     parts = (vllm_part(6), b": a comment\n\n", vllm_part(7), LAST, usage)
     async with serving(streams(*parts), probed=probed) as wire, connected(wire) as engine:
-        deltas = list[TokenDelta]()
+        deltas = list[s.TokenDelta]()
         result = await engine.generate(request(), deltas.append)
-        assert [(delta.id, delta.start, delta.tokens) for delta in deltas] == [
-            ("r0", 0, (6,)),
-            ("r0", 1, (7,)),
-            ("r0", 2, (8,)),
-        ]
+        expected = [("r0", 0, (6,)), ("r0", 1, (7,)), ("r0", 2, (8,))]
+        assert [(delta.id, delta.start, delta.tokens) for delta in deltas] == expected
         assert [delta.logprobs for delta in deltas] == [(-0.6,), (-0.7,), (-0.8,)]
-        assert deltas[1].versions == (VersionSpan(start=1, end=2, version=0),)
+        assert deltas[1].versions == (s.VersionSpan(start=1, end=2, version=0),)
         assert (result.tokens, result.logprobs) == ((6, 7, 8), (-0.6, -0.7, -0.8))
-        assert result.versions == (VersionSpan(start=0, end=3, version=0),)
-        assert (result.finish, result.cached_tokens) == (FinishReason.LENGTH, 1)
+        assert result.versions == (s.VersionSpan(start=0, end=3, version=0),)
+        assert (result.finish, result.cached_tokens) == (s.FinishReason.LENGTH, 1)
         assert 0.0 <= deltas[0].generate_s <= deltas[-1].generate_s <= result.generate_s
 
 
@@ -163,10 +149,10 @@ async def test_a_grammar_is_compiled_here_before_the_server_gets_it() -> None:
     async def asked(exchange: Exchange) -> None:
         raise AssertionError(f"the server was asked: {exchange.json_body}")
 
-    sampling = Sampling(stop_token_ids=(7,), constraint=Constraint(kind="regex", text="("))
+    sampling = s.Sampling(stop_token_ids=(7,), constraint=s.Constraint(kind="regex", text="("))
     async with serving(asked, probed=probed) as wire, connected(wire) as engine:
-        result = await engine.generate(GenerateRequest(id="r", tokens=(1,), sampling=sampling))
-        assert result.finish is FinishReason.REFUSED
+        result = await engine.generate(s.GenerateRequest(id="r", tokens=(1,), sampling=sampling))
+        assert result.finish is s.FinishReason.REFUSED
         assert result.error.startswith("sampling.constraint cannot be constrained: ")
 
 
@@ -284,7 +270,7 @@ async def test_a_busy_server_is_asked_again() -> None:
         wire.handle = streams(vllm_part(6, 7), LAST)
         exchange.send({}, status=503, Retry_After="1")
 
-    deltas = list[TokenDelta]()
+    deltas = list[s.TokenDelta]()
     async with serving(busy, probed=probed) as wire, connected(wire) as engine:
         result = await engine.generate(request(), deltas.append)
         assert (result.tokens, len(wire.seen)) == ((6, 7, 8), 2)
@@ -315,17 +301,17 @@ async def test_an_abort_in_mid_stream_returns_the_tokens_so_far(
             await exchange.hung_up()
 
     async with serving(handle, probed=probed) as wire, connected(wire) as engine:
-        resumed = PartialOutput(
+        resumed = s.PartialOutput(
             tokens=(1,),
             logprobs=(-1.0,),
-            versions=(VersionSpan(start=0, end=1, version=3),),
+            versions=(s.VersionSpan(start=0, end=1, version=3),),
             generate_s=2.0,
         )
         turn = engine.generate(request(resumed=resumed), lambda _: reported.set())
         await reported.wait()
         engine.abort("r0")
         result = await turn
-        assert result.finish is FinishReason.ABORTED
+        assert result.finish is s.FinishReason.ABORTED
         assert result.tokens == ((1, 6, 7, 8) if answers else (1, 6, 7))
         assert len(result.logprobs) == len(result.tokens)
         assert [span.version for span in result.versions] == [3, 0]
@@ -367,11 +353,11 @@ async def test_a_turn_that_starts_over_reports_nothing() -> None:
         assert exchange.json_body["stream"] is False
         exchange.send(vllm_part(6, finish="stop", spans=[("default", 0, 1)]))
 
-    resumed = PartialOutput(
-        tokens=(9,), logprobs=(-1.0,), versions=(VersionSpan(start=0, end=1, version=0),)
+    resumed = s.PartialOutput(
+        tokens=(9,), logprobs=(-1.0,), versions=(s.VersionSpan(start=0, end=1, version=0),)
     )
     again = msgspec.structs.replace(
-        request(resumed=resumed), sampling=Sampling(max_tokens=8, stop=("x",))
+        request(resumed=resumed), sampling=s.Sampling(max_tokens=8, stop=("x",))
     )
     async with serving(whole, probed=probed) as wire, connected(wire) as engine:
         assert (await engine.generate(again, lambda _: None)).tokens == (6,)
@@ -386,7 +372,7 @@ def answer_of(dialect: OwnDialect) -> StreamedAnswer:
     return StreamedAnswer(dialect.parts(asked), asked, vocab=100)
 
 
-def read(answer: StreamedAnswer, part: object) -> TokenDelta | None:
+def read(answer: StreamedAnswer, part: object) -> s.TokenDelta | None:
     return answer.read(json.dumps(part).encode())
 
 
@@ -396,10 +382,10 @@ def test_tokens_whose_version_is_not_certain_wait_for_the_end() -> None:
     answer = answer_of(dialect)
     first = read(answer, sglang_part(2, 6, 7))
     assert first is not None
-    assert first.versions == (VersionSpan(start=0, end=2, version=1),)
+    assert first.versions == (s.VersionSpan(start=0, end=2, version=1),)
     dialect.changed(2, 2)
     assert read(answer, sglang_part(3, 8)) is None  # sampled before or after the change
-    assert answer.so_far(FinishReason.ABORTED, id="r0").tokens == (6, 7)
+    assert answer.so_far(s.FinishReason.ABORTED, id="r0").tokens == (6, 7)
     spans = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 4}]
     last = read(answer, sglang_part(4, 9, finish="stop", weight_versions=spans))
     assert last is not None
@@ -415,10 +401,8 @@ def test_parts_that_name_their_versions_are_reported_behind_new_weights() -> Non
     dialect.changed(2, 2)
     delta = read(answer, vllm_part(7, 8, spans=[("default", 0, 2), ("2", 2, 3)]))
     assert delta is not None
-    assert delta.versions == (
-        VersionSpan(start=1, end=2, version=0),
-        VersionSpan(start=2, end=3, version=2),
-    )
+    expected = (s.VersionSpan(start=1, end=2, version=0), s.VersionSpan(start=2, end=3, version=2))
+    assert delta.versions == expected
 
 
 def test_versions_that_change_after_they_were_reported_are_refused() -> None:
@@ -492,20 +476,20 @@ class Scripted:
             ends=known + count == len(self.versions),
         )
 
-    def spans(self, end: int) -> tuple[VersionSpan, ...]:
+    def spans(self, end: int) -> tuple[s.VersionSpan, ...]:
         singles = [
-            VersionSpan(start=at, end=at + 1, version=version)
+            s.VersionSpan(start=at, end=at + 1, version=version)
             for at, version in enumerate(self.versions[:end])
         ]
-        return spans_between(singles, 0, end)
+        return s.spans_between(singles, 0, end)
 
-    def result(self, tokens: Sequence[int], logprobs: Sequence[float]) -> GenerateResult:
-        return GenerateResult(
+    def result(self, tokens: Sequence[int], logprobs: Sequence[float]) -> s.GenerateResult:
+        return s.GenerateResult(
             id="r0",
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
             versions=self.spans(len(tokens)),
-            finish=FinishReason.LENGTH,
+            finish=s.FinishReason.LENGTH,
         )
 
 
@@ -521,7 +505,7 @@ def test_deltas_add_up_to_what_is_certain(
     script = Scripted(versions, [certain for _, certain in parts])
     answer = StreamedAnswer(script, request(count=40), vocab=100)
     known, certain_count = 0, 0
-    deltas = list[TokenDelta]()
+    deltas = list[s.TokenDelta]()
     for at, (count, certain) in enumerate(parts):
         if known == total and at:
             break
@@ -529,16 +513,14 @@ def test_deltas_add_up_to_what_is_certain(
         known += count
         if certain and known > certain_count:
             assert delta is not None
-            assert (delta.start, delta.tokens) == (
-                certain_count,
-                tuple(range(certain_count, known)),
-            )
-            assert spans_cover(delta.versions, known, start=certain_count)
+            assert delta.start == certain_count
+            assert delta.tokens == tuple(range(certain_count, known))
+            assert s.spans_cover(delta.versions, known, start=certain_count)
             for span in delta.versions:
                 assert set(versions[span.start : span.end]) == {span.version}
             deltas.append(delta)
             certain_count = known
         else:
             assert delta is None
-    assert answer.so_far(FinishReason.ABORTED, id="r0").tokens == tuple(range(certain_count))
+    assert answer.so_far(s.FinishReason.ABORTED, id="r0").tokens == tuple(range(certain_count))
     assert answer.result().tokens == tuple(range(total))

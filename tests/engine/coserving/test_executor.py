@@ -17,31 +17,21 @@ from rollweave.engine.batching import Batcher
 from rollweave.engine.coserving import tenant
 from rollweave.engine.coserving.executor import CoServing
 from rollweave.engine.runner import Runner
+from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
-from rollweave.schema.serving import (
-    EngineFatal,
-    EngineReply,
-    EngineSpec,
-    FinishReason,
-    LendSpec,
-    Load,
-    Loaded,
-    Ready,
-    Sampled,
-    Shutdown,
-    Stats,
-    Suspend,
-)
 from rollweave.schema.weights import WeightManifest
 from tests.support.engines import manifest
 from tests.support.lending import WAIT_S, Borrower, Replies, asks
 from tests.support.tiny_models import build, oracle_greedy, save
 
+Models = dict[str, tuple[Path, torch.nn.Module]]
+"""The folder and the weights of each model, by its name."""
+
 PAGE = 16_384
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     found = {}
     for kind in ("qwen3", "llama"):
         model, directory = build(kind), tmp_path_factory.mktemp(kind)
@@ -53,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, to
 class Lender:
     """An executor on a thread, and its clients' replies."""
 
-    def __init__(self, spec: EngineSpec, *, end_s: float) -> None:
+    def __init__(self, spec: s.EngineSpec, *, end_s: float) -> None:
         self.replies = Replies()
         self.executor = CoServing(spec, self.replies.put, end_s=end_s)
         self.thread = threading.Thread(target=self.executor.run)
@@ -77,33 +67,38 @@ def lending(
     tpot_s: float = 1.0,
     kv_tokens: int = 4096,
     end_s: float = 0.1,
+    is_ready: bool = True,
 ) -> Iterator[Lender]:
-    lend = LendSpec(socket=str(folder / "s"), ttft_s=ttft_s, tpot_s=tpot_s, page_bytes=PAGE)
-    spec = EngineSpec(
+    lend = s.LendSpec(socket=str(folder / "s"), ttft_s=ttft_s, tpot_s=tpot_s, page_bytes=PAGE)
+    spec = s.EngineSpec(
         id=EngineId("s"), model=str(model), kv_tokens=kv_tokens, max_slots=16, lend=lend
     )
     lender = Lender(spec, end_s=end_s)
     try:
+        if is_ready:
+            lender.replies.wait_for(s.Ready)
         yield lender
     finally:
-        lender.executor.post(Shutdown())
+        lender.executor.post(s.Shutdown())
         lender.thread.join(WAIT_S)
         assert not lender.thread.is_alive()
 
 
-def borrowed(model: Path, *, kv_tokens: int = 1024) -> EngineSpec:
-    return EngineSpec(id=EngineId("e1"), model=str(model), kv_tokens=kv_tokens, max_slots=4)
+def ready(borrower: Borrower) -> Borrower:
+    borrower.replies.wait_for(s.Ready)
+    return borrower
 
 
-def test_both_models_answer_as_they_do_alone(
-    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
-) -> None:
+def borrowed(model: Path, *, kv_tokens: int = 1024) -> s.EngineSpec:
+    return s.EngineSpec(id=EngineId("e1"), model=str(model), kv_tokens=kv_tokens, max_slots=4)
+
+
+def test_both_models_answer_as_they_do_alone(models: Models, tmp_path: Path) -> None:
     (serving, serving_model), (rollout, rollout_model) = models["qwen3"], models["llama"]
     with lending(serving, tmp_path) as lender:
-        lender.replies.wait_for(Ready)
         borrower = Borrower(lender.socket, borrowed(rollout))
-        (ready,) = borrower.replies.wait_for(Ready)
-        assert isinstance(ready, Ready)
+        (ready,) = borrower.replies.wait_for(s.Ready)
+        assert isinstance(ready, s.Ready)
         assert ready.lent
         for number in range(4):
             lender.executor.post(asks(f"s{number}", prompt=9 + number))
@@ -117,9 +112,9 @@ def test_both_models_answer_as_they_do_alone(
         assert stats.lent
         assert stats.rollout_tokens == 32
         assert stats.aborted == 0
-        borrower.send(Stats())
-        (sampled,) = borrower.replies.wait_for(Sampled)
-        assert isinstance(sampled, Sampled)
+        borrower.send(s.Stats())
+        (sampled,) = borrower.replies.wait_for(s.Sampled)
+        assert isinstance(sampled, s.Sampled)
         assert sampled.stats.lending is not None
         assert sampled.stats.lending.lent
         assert sampled.stats.lending.rollout_tokens == 32
@@ -127,9 +122,7 @@ def test_both_models_answer_as_they_do_alone(
 
 
 def test_the_borrowers_model_is_measured_between_serving_steps(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
     step_s = tenant.measured_step
@@ -139,7 +132,6 @@ def test_the_borrowers_model_is_measured_between_serving_steps(
         return step_s(runner, batcher)
 
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
         monkeypatch.setattr(tenant, "measured_step", step)
         for number in range(3):
             lender.executor.post(asks(f"s{number}", tokens=60))
@@ -151,9 +143,7 @@ def test_the_borrowers_model_is_measured_between_serving_steps(
 
 
 def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, goes_on = threading.Event(), threading.Event()
     step_s = tenant.measured_step
@@ -164,7 +154,6 @@ def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
         return step_s(runner, batcher)
 
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
         monkeypatch.setattr(tenant, "measured_step", step)
         borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
         assert began.wait(WAIT_S)
@@ -183,16 +172,14 @@ def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
 
 
 def test_a_borrower_that_dies_leaves_nothing_and_the_next_one_is_served(
-    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
         for loan in (1, 2):
-            borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-            borrower.replies.wait_for(Ready)
+            borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
             other = Borrower(lender.socket, borrowed(models["llama"][0]))
-            (refusal,) = other.replies.wait_for(EngineFatal)
-            assert isinstance(refusal, EngineFatal)
+            (refusal,) = other.replies.wait_for(s.EngineFatal)
+            assert isinstance(refusal, s.EngineFatal)
             assert refusal.error.endswith("is lent to another run")
             other.close()
             borrower.send(asks("r", tokens=400))
@@ -204,18 +191,14 @@ def test_a_borrower_that_dies_leaves_nothing_and_the_next_one_is_served(
 
 
 def test_a_run_that_connects_again_waits_for_the_end_of_its_former_loan(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lending(models["qwen3"][0], tmp_path, end_s=WAIT_S) as lender:
-        lender.replies.wait_for(Ready)
-        former = Borrower(lender.socket, borrowed(models["llama"][0]))
-        former.replies.wait_for(Ready)
+        former = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         begins, lender_end = threading.Event(), lender.executor.end
         lender_begin = lender.executor.begin
 
-        def begin(spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
+        def begin(spec: s.EngineSpec, reply: Callable[[s.EngineReply], None]) -> str:
             begins.set()
             return lender_begin(spec, reply)
 
@@ -226,25 +209,23 @@ def test_a_run_that_connects_again_waits_for_the_end_of_its_former_loan(
         monkeypatch.setattr(lender.executor, "begin", begin)
         monkeypatch.setattr(lender.executor, "end", end)
         former.close()
-        again = Borrower(lender.socket, borrowed(models["llama"][0]))
-        again.replies.wait_for(Ready)
+        again = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         assert lender.executor.stats().loans == 2
         again.close()
 
 
 @pytest.mark.parametrize("at", ["start", "later"])
 def test_an_engine_that_must_give_its_memory_back_is_not_lent(
-    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path, at: str
+    models: Models, tmp_path: Path, at: str
 ) -> None:
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
         spec = msgspec.structs.replace(borrowed(models["llama"][0]), released=at == "start")
         borrower = Borrower(lender.socket, spec)
         if at == "later":
-            borrower.replies.wait_for(Ready)
-            borrower.send(Suspend(release=True))
-        (fatal,) = borrower.replies.wait_for(EngineFatal)
-        assert isinstance(fatal, EngineFatal)
+            borrower.replies.wait_for(s.Ready)
+            borrower.send(s.Suspend(release=True))
+        (fatal,) = borrower.replies.wait_for(s.EngineFatal)
+        assert isinstance(fatal, s.EngineFatal)
         assert fatal.error.startswith("trainer.colocated must be false with an engine that is lent")
         lender.executor.post(asks("s", tokens=3))
         assert len(lender.replies.results(1)["s"].tokens) == 3
@@ -252,9 +233,7 @@ def test_an_engine_that_must_give_its_memory_back_is_not_lent(
 
 
 def test_weights_are_read_while_serving_computes(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = threading.Event()
 
@@ -266,15 +245,13 @@ def test_weights_are_read_while_serving_computes(
     tensors = dict(model.state_dict())
     monkeypatch.setattr("rollweave.engine.core.read_tensors", read)
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(rollout))
-        borrower.replies.wait_for(Ready)
-        borrower.send(Load(manifest=manifest(3)))
+        borrower = ready(Borrower(lender.socket, borrowed(rollout)))
+        borrower.send(s.Load(manifest=manifest(3)))
         lender.executor.post(asks("s"))
         lender.replies.results(1)
         served.set()
-        (loaded,) = borrower.replies.wait_for(Loaded)
-        assert isinstance(loaded, Loaded)
+        (loaded,) = borrower.replies.wait_for(s.Loaded)
+        assert isinstance(loaded, s.Loaded)
         assert loaded.version == 3
         borrower.send(asks("r"))
         result = borrower.replies.results(1)["r"]
@@ -282,13 +259,9 @@ def test_weights_are_read_while_serving_computes(
         borrower.close()
 
 
-def test_a_burst_of_serving_takes_the_pages_of_rollouts(
-    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
-) -> None:
+def test_a_burst_of_serving_takes_the_pages_of_rollouts(models: Models, tmp_path: Path) -> None:
     with lending(models["qwen3"][0], tmp_path, kv_tokens=2048) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-        borrower.replies.wait_for(Ready)
+        borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         for number in range(4):
             borrower.send(asks(f"r{number}", tokens=220, prompt=200, first=number))
         lender.until(lambda: lender.executor.stats().rollout_tokens > 20)
@@ -302,7 +275,7 @@ def test_a_burst_of_serving_takes_the_pages_of_rollouts(
         lost = [
             result
             for result in borrower.replies.results(stats.aborted).values()
-            if result.finish is FinishReason.RETURNED
+            if result.finish is s.FinishReason.RETURNED
         ]
         assert lost
         assert all(len(result.tokens) == len(result.logprobs) for result in lost)
@@ -310,23 +283,19 @@ def test_a_burst_of_serving_takes_the_pages_of_rollouts(
 
 
 def test_a_failure_of_the_borrowers_model_ends_the_loan_and_not_the_engine(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> bool:
         raise RuntimeError("no memory")
 
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-        borrower.replies.wait_for(Ready)
+        borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         tenant = lender.executor._borrowed
         assert tenant is not None
         monkeypatch.setattr(tenant.core, "step", fail)
         borrower.send(asks("r", tokens=400))
-        (error,) = borrower.replies.wait_for(EngineFatal)
-        assert isinstance(error, EngineFatal)
+        (error,) = borrower.replies.wait_for(s.EngineFatal)
+        assert isinstance(error, s.EngineFatal)
         assert error.error == "RuntimeError: no memory"
         lender.executor.post(asks("s", tokens=30))
         assert len(lender.replies.results(1)["s"].tokens) == 30
@@ -334,29 +303,21 @@ def test_a_failure_of_the_borrowers_model_ends_the_loan_and_not_the_engine(
         borrower.close()
 
 
-def test_a_rollout_without_progress_is_handed_back(
-    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
-) -> None:
+def test_a_rollout_without_progress_is_handed_back(models: Models, tmp_path: Path) -> None:
     with lending(models["qwen3"][0], tmp_path, kv_tokens=256) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(models["llama"][0], kv_tokens=1024))
-        borrower.replies.wait_for(Ready)
+        borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0], kv_tokens=1024)))
         borrower.send(asks("r", prompt=370))  # the budget is two groups of 128 tokens
-        assert borrower.replies.results(1)["r"].finish is FinishReason.RETURNED
+        assert borrower.replies.results(1)["r"].finish is s.FinishReason.RETURNED
         assert lender.executor.stats().stalls == 1
         borrower.close()
 
 
 def test_the_time_for_which_users_wait_for_rollouts_is_told(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that arrives in a step of the run's model waits until it ends."""
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-        borrower.replies.wait_for(Ready)
+        borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         lender.until(lambda: lender.executor.stats().lent)
         assert lender.executor.stats().delay_s == 0.0
         begun, may_end = threading.Event(), threading.Event()
@@ -383,38 +344,30 @@ def test_the_time_for_which_users_wait_for_rollouts_is_told(
 
 
 def test_a_prompt_is_computed_where_a_step_that_also_decodes_would_not_fit(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-        borrower.replies.wait_for(Ready)
+        borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         monkeypatch.setattr(Admission, "chunk", lambda self, slack, *, decode: 0 if decode else 16)
         for number in range(3):
             borrower.send(asks(f"r{number}", prompt=100, first=number))
         finishes = [result.finish for result in borrower.replies.results(3).values()]
-        assert finishes == [FinishReason.LENGTH] * 3
+        assert finishes == [s.FinishReason.LENGTH] * 3
         borrower.close()
 
 
 def test_a_rollout_that_only_others_leave_waiting_is_handed_back(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "STALL_S", 0.05)
     monkeypatch.setattr(Admission, "decoding", lambda self, slack, *, most: min(1, most))
     with lending(models["qwen3"][0], tmp_path) as lender:
-        lender.replies.wait_for(Ready)
-        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-        borrower.replies.wait_for(Ready)
+        borrower = ready(Borrower(lender.socket, borrowed(models["llama"][0])))
         monkeypatch.setattr(Admission, "slots", lambda self, *, longest_s, most: most)
         for name in ("first", "second"):
             borrower.send(asks(name, tokens=400))
         results = borrower.replies.results(2)
-        assert results["second"].finish is FinishReason.RETURNED
+        assert results["second"].finish is s.FinishReason.RETURNED
         assert len(results["first"].tokens) > len(results["second"].tokens)
         borrower.close()
 
@@ -427,26 +380,22 @@ def test_a_rollout_that_only_others_leave_waiting_is_handed_back(
     ],
 )
 def test_a_promise_that_the_engine_breaks_alone_is_refused(
-    models: dict[str, tuple[Path, torch.nn.Module]],
-    tmp_path: Path,
-    limits: dict[str, float],
-    text: str,
+    models: Models, tmp_path: Path, limits: dict[str, Any], text: str
 ) -> None:
-    with lending(models["qwen3"][0], tmp_path, **limits) as lender:  # type: ignore[arg-type]
-        (fatal,) = lender.replies.wait_for(EngineFatal)
-        assert isinstance(fatal, EngineFatal)
+    with lending(models["qwen3"][0], tmp_path, is_ready=False, **limits) as lender:
+        (fatal,) = lender.replies.wait_for(s.EngineFatal)
+        assert isinstance(fatal, s.EngineFatal)
         with pytest.raises(AssertionError, match=text):
             raise AssertionError(fatal.error)
 
 
 def test_a_model_that_does_not_fit_is_refused_and_serving_continues(
-    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     with lending(models["qwen3"][0], tmp_path, kv_tokens=64) as lender:
-        lender.replies.wait_for(Ready)
         borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
-        (fatal,) = borrower.replies.wait_for(EngineFatal)
-        assert isinstance(fatal, EngineFatal)
+        (fatal,) = borrower.replies.wait_for(s.EngineFatal)
+        assert isinstance(fatal, s.EngineFatal)
         assert fatal.error.startswith("engines.kv_tokens must leave the serving model its headroom")
         lender.executor.post(asks("s", tokens=3))
         assert len(lender.replies.results(1)["s"].tokens) == 3

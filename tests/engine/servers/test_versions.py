@@ -94,10 +94,8 @@ def test_versions_since_the_request_are_believed_in_their_order(kind: str) -> No
     dialect.encode(request())
     dialect.changed(2, 2)
     result = dialect.decode(request(), answer(kind, ("1", 0, 2), ("2", 2, 3)))
-    assert result.versions == (
-        VersionSpan(start=0, end=2, version=1),
-        VersionSpan(start=2, end=3, version=2),
-    )
+    expected = (VersionSpan(start=0, end=2, version=1), VersionSpan(start=2, end=3, version=2))
+    assert result.versions == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,14 +16,7 @@ from rollweave.engine.servers.attached import About, check_servers, objection
 from rollweave.engine.servers.sglang import SglangKind
 from rollweave.schema.errors import ConfigError, EngineLostError
 from rollweave.schema.serving import EngineSpec, ServerSpec
-from tests.support.server_engines import (
-    Weights,
-    agrees,
-    greedy,
-    spec_of,
-    started,
-    updates_are_exact_and_refused_ones_leave_the_old_weights,
-)
+from tests.support import server_engines
 from tests.support.sglang import start_sglang_server
 from tests.support.vllm_server import attached_spec
 
@@ -47,12 +40,14 @@ def leased(port: int, *, run: str = "h:/run", context: int = 512) -> ServerSpec:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    return Weights(tmp_path_factory.mktemp("weights"))
+def weights(tmp_path_factory: pytest.TempPathFactory) -> server_engines.Weights:
+    return server_engines.Weights(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
-def port(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def port(
+    weights: server_engines.Weights, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
     """The port of a server, which is used by one test after the other."""
     port = free_port()
     with start_sglang_server(tmp_path_factory.mktemp("sglang"), weights.model, port):
@@ -61,39 +56,41 @@ def port(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.extended
 async def test_updates_are_exact_and_the_next_engine_begins_with_the_model(
-    weights: Weights, port: int, tmp_path: Path
+    weights: server_engines.Weights, port: int, tmp_path: Path
 ) -> None:
     spec = leased(port)
-    async with started(weights, tmp_path, spec) as (engine, _):
-        await updates_are_exact_and_refused_ones_leave_the_old_weights(engine, weights)
-        second = spec_of(weights, leased(port, run="h:/second"))
+    async with server_engines.started(weights, tmp_path, spec) as (engine, _):
+        await server_engines.updates_are_exact_and_refused_ones_leave_the_old_weights(
+            engine, weights
+        )
+        second = server_engines.spec_of(weights, leased(port, run="h:/second"))
         with pytest.raises(ConfigError, match=r"SGLang at .* must be free, got a lease of h:/run"):
             check_servers(KIND, second)
-    async with started(weights, tmp_path, spec) as (engine, _):
-        await agrees(engine, weights, 0)
-        assert (await engine.generate(greedy("again"))).versions[0].version == 0
+    async with server_engines.started(weights, tmp_path, spec) as (engine, _):
+        await server_engines.agrees(engine, weights, 0)
+        assert (await engine.generate(server_engines.greedy("again"))).versions[0].version == 0
 
 
 @pytest.mark.extended
 async def test_a_server_left_paused_with_requests_is_taken_over_by_its_run(
-    weights: Weights, port: int, tmp_path: Path
+    weights: server_engines.Weights, port: int, tmp_path: Path
 ) -> None:
     spec = leased(port)
-    async with started(weights, tmp_path, spec) as (engine, pid):
+    async with server_engines.started(weights, tmp_path, spec) as (engine, pid):
         await engine.load(weights.published(1))
-        turn = engine.generate(greedy("long", count=400))
+        turn = engine.generate(server_engines.greedy("long", count=400))
         await engine.suspend()
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineLostError):
             await turn
         await asyncio.wait([engine.lost])
-    async with started(weights, tmp_path, spec) as (engine, _):
-        await agrees(engine, weights, 0)
+    async with server_engines.started(weights, tmp_path, spec) as (engine, _):
+        await server_engines.agrees(engine, weights, 0)
         assert (await engine.stats()).running == 0
 
 
-def test_the_server_describes_itself(weights: Weights, port: int) -> None:
-    spec = spec_of(weights, leased(port))
+def test_the_server_describes_itself(weights: server_engines.Weights, port: int) -> None:
+    spec = server_engines.spec_of(weights, leased(port))
     (about,) = check_servers(KIND, spec)
     assert (about.version, about.slots, about.kv_tokens) == ("0.5.23", 16, 16384)
     with pytest.raises(ConfigError, match="must have --dtype bfloat16, got float32"):
@@ -112,9 +109,9 @@ def test_the_server_describes_itself(weights: Weights, port: int) -> None:
     ],
 )
 def test_each_rule_names_what_is_found(
-    weights: Weights, changes: dict[str, object], words: str
+    weights: server_engines.Weights, changes: dict[str, object], words: str
 ) -> None:
-    spec = spec_of(weights, leased(1, context=300))
+    spec = server_engines.spec_of(weights, leased(1, context=300))
     assert objection(KIND, ABOUT, spec) == ""
     assert words in objection(KIND, msgspec.structs.replace(ABOUT, **changes), spec)
     fixed: EngineSpec = msgspec.structs.replace(spec, deterministic=True)

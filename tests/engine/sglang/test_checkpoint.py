@@ -40,11 +40,8 @@ def test_the_checkpoint_has_the_published_tensors_and_the_models_other_files(
     stored = load_file(held.folder / "model.safetensors")
     assert set(stored) == set(tensors)
     assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
-    assert {path.name for path in held.folder.iterdir()} == {
-        "model.safetensors",
-        "config.json",
-        "tokenizer.json",
-    }
+    expected = {"model.safetensors", "config.json", "tokenizer.json"}
+    assert {path.name for path in held.folder.iterdir()} == expected
     with pytest.raises(OSError, match="not permitted"):  # sealed
         os.write(os.open(held.folder / "model.safetensors", os.O_WRONLY), b"x")
     held.close()

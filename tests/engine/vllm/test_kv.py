@@ -285,10 +285,8 @@ def test_an_export_names_the_end_of_its_lease_and_a_late_import_fails() -> None:
         plugin.observe(Connector.Scheduler, Connector.Worker)
     scheduler = Connector.Scheduler({"r": 7.5})
     request = SimpleNamespace(request_id="r")
-    assert scheduler.request_finished(request, []) == (
-        True,
-        {"remote_request_id": "r", "remote_blocks_expiry_time": 7.5},
-    )
+    expected = (True, {"remote_request_id": "r", "remote_blocks_expiry_time": 7.5})
+    assert scheduler.request_finished(request, []) == expected
     assert scheduler.request_finished(SimpleNamespace(request_id="x"), []) == (False, None)
 
     offset_s = 1000.0  # the other host has run for longer

@@ -22,14 +22,8 @@ from rollweave.engine.servers.control import RefusedError
 from rollweave.engine.servers.process import PLUGIN, inherited
 from rollweave.engine.servers.vllm import TOKEN, VllmServer
 from rollweave.engine.servers.vllm_control import VllmControl
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineLostError
-from rollweave.schema.serving import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    VersionSpan,
-)
 from rollweave.schema.work import Routes
 from rollweave.weights.checkpoint import read_shape
 from tests.support.engines import VLLM_START_S, needs_vllm, vllm_spec
@@ -77,7 +71,7 @@ class ExpertWeights(Weights):
         )
         Qwen3MoeForCausalLM(config).save_pretrained(path)
 
-    async def continued(self, number: int, request: GenerateRequest) -> GenerateResult:
+    async def continued(self, number: int, request: s.GenerateRequest) -> s.GenerateResult:
         model = Qwen3MoeForCausalLM.from_pretrained(self.checkpoint(number), dtype=torch.float32)
         tokens, logprobs = list(request.tokens), list[float]()
         while len(logprobs) < request.sampling.max_tokens and 127 not in tokens:
@@ -85,12 +79,12 @@ class ExpertWeights(Weights):
                 row = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
             tokens.append(int(row.argmax()))
             logprobs.append(float(row.max()))
-        return GenerateResult(
+        return s.GenerateResult(
             id=request.id,
             tokens=tuple(tokens[len(request.tokens) :]),
             logprobs=tuple(logprobs),
             versions=(),
-            finish=FinishReason.LENGTH,
+            finish=s.FinishReason.LENGTH,
         )
 
 
@@ -253,10 +247,10 @@ async def test_answers_have_the_experts_of_the_weights_that_sampled_their_tokens
         same_experts(part.routes, path, whole, 0, len(whole) - 1)
         kept = len(part.tokens[:20])
         assert kept
-        partial = PartialOutput(
+        partial = s.PartialOutput(
             tokens=part.tokens[:kept],
             logprobs=part.logprobs[:kept],
-            versions=(VersionSpan(start=0, end=kept, version=1),),
+            versions=(s.VersionSpan(start=0, end=kept, version=1),),
         )
         rest = greedy("rest of it", prompt, count=30)
         result = await engine.generate(msgspec.structs.replace(rest, resumed=partial))

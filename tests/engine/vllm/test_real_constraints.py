@@ -13,15 +13,7 @@ import msgspec
 import pytest
 
 from rollweave.engine.clients.client import EngineClient
-from rollweave.schema.serving import (
-    Constraint,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PartialOutput,
-    Sampling,
-    VersionSpan,
-)
+from rollweave.schema import serving as s
 from rollweave.weights.checkpoint import read_tensors_of
 from rollweave.weights.publication import publish
 from tests.support.chats import bpe
@@ -40,26 +32,26 @@ SCHEMA: dict[str, Any] = {
     "required": ["move", "steps"],
     "additionalProperties": False,
 }
-JSON = Constraint(kind="json", text=json.dumps(SCHEMA))
-LETTERS = Constraint(kind="regex", text="[ab]{3}/?")
+JSON = s.Constraint(kind="json", text=json.dumps(SCHEMA))
+LETTERS = s.Constraint(kind="regex", text="[ab]{3}/?")
 PARSES = ("--reasoning-parser", "hunyuan_a13b")
 """Arguments of a server for which the reasoning of these answers never ends."""
 
-LONG = Constraint(kind="regex", text="[ab]{400}")
+LONG = s.Constraint(kind="regex", text="[ab]{400}")
 
 
-def request(id: str, constraint: Constraint | None, **more: Any) -> GenerateRequest:
-    sampling = Sampling(
+def request(id: str, constraint: s.Constraint | None, **more: Any) -> s.GenerateRequest:
+    sampling = s.Sampling(
         constraint=constraint, **{"max_tokens": 60, "stop_token_ids": (END,), "seed": 3, **more}
     )
-    return GenerateRequest(id=id, tokens=PROMPT, sampling=sampling)
+    return s.GenerateRequest(id=id, tokens=PROMPT, sampling=sampling)
 
 
-def text_of(result: GenerateResult) -> str:
+def text_of(result: s.GenerateResult) -> str:
     return str(bpe().decode([token for token in result.tokens if token != END]))
 
 
-def expected(path: Path, asked: GenerateRequest, tokens: Sequence[int]) -> list[float]:
+def expected(path: Path, asked: s.GenerateRequest, tokens: Sequence[int]) -> list[float]:
     """Return the tokens' log-probs by transformers, which knows no mask."""
     temperature = asked.sampling.temperature or 1.0
     rows = oracle_logprobs(load(path).eval(), [*PROMPT, *tokens], temperature=temperature)
@@ -82,7 +74,7 @@ async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
         request("greedy", LETTERS, temperature=0.0),
         request("json", JSON, temperature=0.0),
         request("long json", JSON, max_tokens=200),
-        request("call", Constraint(kind="lark", text=either)),
+        request("call", s.Constraint(kind="lark", text=either)),
         request("free", None, max_tokens=12),
     ]
     if scaled:
@@ -98,10 +90,10 @@ async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
         for one, result in zip(asked, results, strict=True):
             text, constraint = text_of(result), one.sampling.constraint
             if constraint is LETTERS:
-                assert result.finish is FinishReason.STOP
+                assert result.finish is s.FinishReason.STOP
                 assert result.tokens[-1] == END
                 assert re.fullmatch(constraint.text, text), text
-            elif constraint is JSON and result.finish is FinishReason.STOP:
+            elif constraint is JSON and result.finish is s.FinishReason.STOP:
                 jsonschema.validate(json.loads(text), SCHEMA)
             elif constraint is JSON:
                 assert text.lstrip().startswith("{")
@@ -111,15 +103,15 @@ async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
         assert min(min(result.logprobs) for result in results[:3]) < -3
         await a_turn_has_the_logprobs_of_each_version(engine, directory)
         await a_turn_starts_over(engine)
-        bad = Constraint(kind="json", text='{"not": {}}')
+        bad = s.Constraint(kind="json", text='{"not": {}}')
         await is_refused(engine, bad, r"sampling\.constraint cannot be constrained")
-        await is_refused(engine, Constraint(kind="regex", text="a(?=b)"), "look-around")
-        assert (await engine.generate(request("after", LETTERS))).finish is FinishReason.STOP
+        await is_refused(engine, s.Constraint(kind="regex", text="a(?=b)"), "look-around")
+        assert (await engine.generate(request("after", LETTERS))).finish is s.FinishReason.STOP
 
 
-async def is_refused(engine: EngineClient, constraint: Constraint, why: str) -> None:
+async def is_refused(engine: EngineClient, constraint: s.Constraint, why: str) -> None:
     result = await engine.generate(request("refused", constraint))
-    assert (result.finish, result.tokens) == (FinishReason.REFUSED, ())
+    assert (result.finish, result.tokens) == (s.FinishReason.REFUSED, ())
     assert re.search(why, result.error), result.error
 
 
@@ -150,10 +142,10 @@ async def a_turn_starts_over(engine: EngineClient) -> None:
     engine are not continued.
     """
     tokens = tuple(bpe().encode("ab", add_special_tokens=False).ids)
-    spans = (VersionSpan(start=0, end=len(tokens), version=1),)
-    begun = PartialOutput(tokens=tokens, logprobs=(-1.0,) * len(tokens), versions=spans)
+    spans = (s.VersionSpan(start=0, end=len(tokens), version=1),)
+    begun = s.PartialOutput(tokens=tokens, logprobs=(-1.0,) * len(tokens), versions=spans)
     asked = request("again", LETTERS)
-    whole = GenerateRequest(id="again", tokens=PROMPT, sampling=asked.sampling, resumed=begun)
+    whole = s.GenerateRequest(id="again", tokens=PROMPT, sampling=asked.sampling, resumed=begun)
     result = await engine.generate(whole)
     assert result.resumed_tokens == 0
     assert re.fullmatch(LETTERS.text, text_of(result))

@@ -21,13 +21,7 @@ from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.sandbox import folders
 from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
-from rollweave.schema.errors import (
-    ConfigError,
-    RewardError,
-    SandboxError,
-    SandboxLostError,
-    SandboxSpoiledError,
-)
+from rollweave.schema import errors
 from tests.support.programs import CLIENT, HERE, agent_program, job, lived, scripted
 from tests.support.sandboxes import ISOLATING, NAMES, needs
 from tests.support.scripted_gateway import CALL, Script
@@ -170,11 +164,8 @@ subprocess.Popen(["sh", "-c", ": forever; while :; do sleep 1; done"], start_new
     async with scripted(Script(["hello"])) as (_, agent):
         assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
     seen = handler.final_result()["score"].splitlines()
-    assert seen == [
-        "status 0 living 0",
-        "home tests.py submission task.json tests.py work.txt",
-        "0.5",
-    ]
+    expected = ["status 0 living 0", "home tests.py submission task.json tests.py work.txt", "0.5"]
+    assert seen == expected
     assert kept_folders(sandboxes) == []
 
 
@@ -296,7 +287,7 @@ async def test_a_failed_scoring_command_gives_no_reward(
     sandboxes: Sandboxes, score: list[str], message: str
 ) -> None:
     async with scripted(Script()) as (_, agent):
-        with pytest.raises(RewardError, match=message):
+        with pytest.raises(errors.RewardError, match=message):
             await lived(Program(command=["true"], score=score), job(sandboxes), agent)
     assert kept_folders(sandboxes) == []
 
@@ -341,7 +332,7 @@ async def test_a_program_that_does_not_end_fails_and_its_turn_is_cancelled(
     script = Script(hold=True)
     handler = Program(command=ASKING, score=BY_ANSWER, timeout_s=3.0)
     async with scripted(script) as (gateway_, agent):
-        with pytest.raises(SandboxError, match="did not end within timeout_s, 3 s"):
+        with pytest.raises(errors.SandboxError, match="did not end within timeout_s, 3 s"):
             await lived(handler, job(sandboxes, question="?"), agent)
         await asyncio.wait_for(script.cancelled.get(), 60)
         assert gateway_.close("s").sequences == ()
@@ -369,7 +360,7 @@ async def test_attributes_the_end_of_the_sandbox(sandboxes: Sandboxes) -> None:
             command=["python", "-I", "-S", "-c", source], score=BY_ANSWER, limits=limits
         )
         async with scripted(Script()) as (_, agent):
-            with pytest.raises(SandboxLostError) as lost:
+            with pytest.raises(errors.SandboxLostError) as lost:
                 await lived(handler, job(sandboxes), agent)
         return await handler.run_exception(lost.value)
 
@@ -409,11 +400,8 @@ async def test_scores_names_and_text_that_are_not_utf_8(sandboxes: Sandboxes) ->
     async with scripted(Script()) as (_, agent):
         assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
     result = handler.final_result()
-    assert (result["stdout"], result["outputs"], result["score"]) == (
-        "\ufffd out\n",
-        {"said.txt": "\ufffd"},
-        "True\n0.5\n",
-    )
+    expected = ("\ufffd out\n", {"said.txt": "\ufffd"}, "True\n0.5\n")
+    assert (result["stdout"], result["outputs"], result["score"]) == expected
 
 
 KILLS_ALL = """
@@ -441,14 +429,14 @@ async def test_a_program_that_spoils_its_sandbox_has_no_reward(
 ) -> None:
     handler = Program(command=["python", "-I", "-S", "-c", source], score=["echo", "1"])
     async with scripted(Script()) as (_, agent):
-        with pytest.raises(SandboxSpoiledError) as lost:
+        with pytest.raises(errors.SandboxSpoiledError) as lost:
             await lived(handler, job(sandboxes), agent)
     assert await handler.run_exception(lost.value) == Score(reward=0.0, success=False)
 
 
 async def test_a_missing_program_gives_no_reward(sandboxes: Sandboxes) -> None:
     async with scripted(Script()) as (_, agent):
-        with pytest.raises(SandboxError, match="No such file"):
+        with pytest.raises(errors.SandboxError, match="No such file"):
             await lived(Program(command=["/no/such/agent"], score=BY_ANSWER), job(sandboxes), agent)
 
 
@@ -483,7 +471,7 @@ async def test_a_missing_program_gives_no_reward(sandboxes: Sandboxes) -> None:
     ],
 )
 def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         Program(**{"command": ["x"], "score": BY_ANSWER, **options})
 
 
@@ -520,7 +508,7 @@ def test_refuses_before_a_run_what_no_sandbox_can_have(
     monkeypatch.setattr(folders, "FOLDER_BYTES", 1000)
     options, message = HOST_OPTIONS[case]
     options = {"command": ["x"], "score": BY_ANSWER, **options}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         Program.make_task(index=0, seed=3, split=Split.TRAIN, options=options)
 
 
@@ -564,9 +552,9 @@ def test_tasks_are_lines_and_no_line_is_in_two_splits(tmp_path: Path) -> None:
 def test_refuses_an_invalid_file_of_tasks(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         Program.make_task(index=0, seed=3, split=Split.TRAIN, options={"tasks": str(path)})
-    with pytest.raises(ConfigError, match="must be a readable file"):
+    with pytest.raises(errors.ConfigError, match="must be a readable file"):
         Program.make_task(index=0, seed=3, split=Split.TRAIN, options={"tasks": str(tmp_path)})
 
 
@@ -612,10 +600,8 @@ async def test_the_agents_sdk_runs_unchanged_inside(sandboxes: Sandboxes) -> Non
         sequences = gateway_.close("s").sequences
     result = handler.final_result()
     assert result["rc"] == 0, result["stderr"]
-    assert (result["stdout"], result["outputs"]["added"]) == (
-        "It is 5.\nIt is 5 again.\n",
-        "2+3;2+3;",
-    )
+    expected = ("It is 5.\nIt is 5 again.\n", "2+3;2+3;")
+    assert (result["stdout"], result["outputs"]["added"]) == expected
     assert [len(sequence.turns) for sequence in sequences] == [2, 2]
 
 
@@ -627,7 +613,7 @@ class Refusing:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         self.images.append(spec.image)
-        raise SandboxError("there is none")
+        raise errors.SandboxError("there is none")
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
         raise NotImplementedError
@@ -637,10 +623,12 @@ async def test_a_task_may_name_its_image() -> None:
     boxes, named = Refusing(), {"image": "usual.toml", "image_field": "picture"}
     for payload in ({"picture": f"sha256:{'0' * 64}"}, {"picture": "own.tar"}, {"n": 1}):
         handler = Program(command=["true"], score=BY_ANSWER, **named)  # type: ignore[arg-type]
-        with pytest.raises(SandboxError, match="there is none"):
+        with pytest.raises(errors.SandboxError, match="there is none"):
             await handler.init(job(boxes, **payload))
     assert boxes.images == [f"sha256:{'0' * 64}", "own.tar", "usual.toml"]
-    with pytest.raises(ConfigError, match=r"options\.image_field: picture of a task: image must"):
+    with pytest.raises(
+        errors.ConfigError, match=r"options\.image_field: picture of a task: image must"
+    ):
         await Program(command=["true"], score=BY_ANSWER, **named).init(  # type: ignore[arg-type]
             job(boxes, picture="ubuntu:latest")
         )

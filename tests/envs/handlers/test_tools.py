@@ -79,11 +79,8 @@ async def test_answers_calls_in_order_until_there_are_none() -> None:
         ],
         ("assistant", "Nine."),
     ]
-    assert [(m.tool_call_id, m.name) for m in messages if m.role == "tool"] == [
-        ("call-0", "add"),
-        ("call-1", "add"),
-        ("call-0", "add"),
-    ]
+    expected = [("call-0", "add"), ("call-1", "add"), ("call-0", "add")]
+    assert [(m.tool_call_id, m.name) for m in messages if m.role == "tool"] == expected
     assert agent.messages == list(messages[:-1])
 
 

@@ -364,7 +364,5 @@ def test_no_module_bypasses_the_listener() -> None:
         r"\b(run_app|TCPSite|UnixSite|AppRunner|ServerRunner|web\.Server)\(|HTTPServer\b"
     )
     modules = [path for path in source.rglob("*.py") if own.search(path.read_text())]
-    assert {path.relative_to(source).as_posix() for path in modules} == {
-        "io/http/listening.py",
-        "sandbox/blobs.py",
-    }
+    expected = {"io/http/listening.py", "sandbox/blobs.py"}
+    assert {path.relative_to(source).as_posix() for path in modules} == expected

@@ -216,12 +216,8 @@ def test_an_attempt_with_its_task_and_group(whole: Path) -> None:
     view = RunView(whole)
     read = view.attempt("g9.1", None)
     assert read["attempt"]["id"] == "g9.1"
-    assert [span["kind"] for span in read["attempt"]["sequences"][0]] == [
-        "prompt",
-        "output",
-        "observation",
-        "output",
-    ]
+    expected = ["prompt", "output", "observation", "output"]
+    assert [span["kind"] for span in read["attempt"]["sequences"][0]] == expected
     assert read["attempt"]["origins"] == [None]
     assert {row["id"] for row in read["group"]} == {f"g9.{member}" for member in range(4)}
     assert {row["task"] for row in read["task"]} == {read["attempt"]["task"]["id"]}

@@ -413,10 +413,8 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
     assert sequence.tokens == complete_tokens(name, messages, prompt=False)
     outputs = [s for s in sequence.segments if s.kind is SegmentKind.OUTPUT]
     closing = CLOSING[name] if name == "plain" else CLOSING[name].strip()
-    assert [codec(name).decode(sequence.tokens[s.start : s.end]) for s in outputs] == [
-        f"the user{closing}",
-        f"x{closing}",
-    ]
+    expected = [f"the user{closing}", f"x{closing}"]
+    assert [codec(name).decode(sequence.tokens[s.start : s.end]) for s in outputs] == expected
     assert (
         tokenize_transcript(codec(name), messages[:2]).tokens == sequence.tokens[: outputs[0].end]
     )

@@ -31,14 +31,8 @@ from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import Chat, parse_chat
 from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
+from rollweave.schema import serving as s
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import (
-    Constraint,
-    FinishReason,
-    GenerateResult,
-    Sampling,
-    TokenDelta,
-)
 from rollweave.schema.work import SegmentKind
 from tests.support.chats import codec
 from tests.support.engines import limit_compilation
@@ -100,10 +94,8 @@ async def test_an_answer_is_recorded() -> None:
         assert body["model"] == "m"
         (sequence,) = server.close("s").sequences
         assert sequence.tokens == (*prompt, *sampled)
-        assert [segment.kind for segment in sequence.segments] == [
-            SegmentKind.PROMPT,
-            SegmentKind.OUTPUT,
-        ]
+        expected = [SegmentKind.PROMPT, SegmentKind.OUTPUT]
+        assert [segment.kind for segment in sequence.segments] == expected
         assert (await client.post(ask()))[0] == 404
 
 
@@ -136,10 +128,8 @@ async def test_tool_choice() -> None:
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             _, body = await client.post(ask(tools=[TOOL], tool_choice=choice))
             (call,) = body["choices"][0]["message"]["tool_calls"]
-            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
-                "add",
-                ARGUMENTS,
-            )
+            expected = ("add", ARGUMENTS)
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == expected
             constraint = script.requests[-1][2].constraint
             assert constraint.text.startswith("start: call ")
             assert CODEC.decode(script.requests[-1][1]).endswith("assistant\n")
@@ -232,10 +222,10 @@ async def test_only_an_answer_and_what_follows_its_stop_text_stay_one_sequence(a
 
 
 async def test_finish_reasons_and_sampling_parameters() -> None:
-    cut = engine_result(encode("hel"), finish=FinishReason.LENGTH)
-    script = Script([cut, engine_result(encode("hel"), finish=FinishReason.TIME), "a"])
+    cut = engine_result(encode("hel"), finish=s.FinishReason.LENGTH)
+    script = Script([cut, engine_result(encode("hel"), finish=s.FinishReason.TIME), "a"])
     limits = SessionLimits(turn_tokens=50)
-    base = Sampling(temperature=0.7, top_k=9, seed=5)
+    base = s.Sampling(temperature=0.7, top_k=9, seed=5)
     async with gateway(script, session={"limits": limits, "sampling": base}) as (_, client):
         for _ in range(2):
             assert (await client.post(ask()))[1]["choices"][0]["finish_reason"] == "length"
@@ -253,7 +243,7 @@ async def test_finish_reasons_and_sampling_parameters() -> None:
     samplings = [sampling for _, _, sampling in script.requests]
     assert (samplings[0].temperature, samplings[0].top_k, samplings[0].max_tokens) == (0.7, 9, 50)
     assert samplings[0].seed != samplings[1].seed
-    assert samplings[2] == Sampling(
+    assert samplings[2] == s.Sampling(
         temperature=0,
         top_p=0.5,
         top_k=9,
@@ -268,7 +258,7 @@ async def test_finish_reasons_and_sampling_parameters() -> None:
 async def test_pinned_sampling_overrides_the_client() -> None:
     script = Script()
     async with gateway(
-        script, session={"sampling": Sampling(temperature=1.0, top_k=5), "pinned": True}
+        script, session={"sampling": s.Sampling(temperature=1.0, top_k=5), "pinned": True}
     ) as (_, client):
         assert (await client.post(ask(temperature=0.1, top_p=0.2, top_k=1, seed=3)))[0] == 200
     sampling = script.requests[0][2]
@@ -364,11 +354,8 @@ async def test_limits() -> None:
         first = asyncio.create_task(client.post(ask()))
         await script.started.get()
         status, body = await client.post(ask("other"))
-        assert (status, body["error"]["type"], body["error"]["code"]) == (
-            429,
-            "rate_limit_error",
-            "rate_limit_exceeded",
-        )
+        expected = (429, "rate_limit_error", "rate_limit_exceeded")
+        assert (status, body["error"]["type"], body["error"]["code"]) == expected
         script.free.set()
         assert (await first)[0] == 200
         status, body = await client.post(ask("a" * 100))
@@ -520,15 +507,15 @@ def test_the_name_of_an_unknown_field_is_shown_in_one_short_line(name: str) -> N
 
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
-JSON = Constraint(kind="json", text=json.dumps(SCHEMA))
-AB = Constraint(kind="regex", text="a|b")
+JSON = s.Constraint(kind="json", text=json.dumps(SCHEMA))
+AB = s.Constraint(kind="regex", text="a|b")
 
 
-FORMS: list[tuple[dict[str, Any], Constraint | None]] = [
+FORMS: list[tuple[dict[str, Any], s.Constraint | None]] = [
     ({"response_format": {"type": "text"}}, None),
     (
         {"response_format": {"type": "json_object"}},
-        Constraint(kind="json", text='{"type": "object"}'),
+        s.Constraint(kind="json", text='{"type": "object"}'),
     ),
     (
         {
@@ -749,10 +736,8 @@ def test_accepts_messages_with_fields_without_effect() -> None:
         "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}],
     }
     parsed = parse_chat(json.dumps(ask(messages=[sent, USER, echoed, USER])).encode())
-    assert [(message.role, message.content) for message in parsed.messages][:3:2] == [
-        ("system", "be kind"),
-        ("assistant", ""),
-    ]
+    expected = [("system", "be kind"), ("assistant", "")]
+    assert [(message.role, message.content) for message in parsed.messages][:3:2] == expected
 
 
 BODIES = [
@@ -882,8 +867,8 @@ def test_an_error_ends_the_validation() -> None:
         (EngineLostError("gone"), 503),
         (EngineError("refused"), 503),
         (ZeroDivisionError("oops"), 500),
-        (engine_result((), finish=FinishReason.ERROR), 503),
-        (engine_result(encode("a"), finish=FinishReason.ABORTED), 503),
+        (engine_result((), finish=s.FinishReason.ERROR), 503),
+        (engine_result(encode("a"), finish=s.FinishReason.ABORTED), 503),
         (engine_result(()), 503),
     ],
 )
@@ -916,7 +901,7 @@ async def test_a_slow_stream_is_kept_alive_and_sends_errors_as_events() -> None:
 class Sampler:
     """`generate` of a gateway whose turns a test samples token by token."""
 
-    turns: asyncio.Queue[tuple[OnTokens | None, asyncio.Future[GenerateResult]]] = field(
+    turns: asyncio.Queue[tuple[OnTokens | None, asyncio.Future[s.GenerateResult]]] = field(
         default_factory=asyncio.Queue
     )
 
@@ -924,10 +909,10 @@ class Sampler:
         self,
         session: str,
         tokens: tuple[int, ...],
-        sampling: Sampling,
+        sampling: s.Sampling,
         on_tokens: OnTokens | None,
-    ) -> GenerateResult:
-        result: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+    ) -> s.GenerateResult:
+        result: asyncio.Future[s.GenerateResult] = asyncio.get_running_loop().create_future()
         self.turns.put_nowait((on_tokens, result))
         return await result
 
@@ -937,7 +922,7 @@ def report(on_tokens: OnTokens | None, sampled: tuple[int, ...], start: int = 0)
     assert on_tokens is not None, "a stream is read while it is sampled"
     logprobs = engine_result(sampled).logprobs
     on_tokens(
-        TokenDelta(
+        s.TokenDelta(
             id="x", start=start, tokens=sampled[start:], logprobs=logprobs[start:], versions=()
         )
     )
@@ -964,10 +949,8 @@ async def test_text_arrives_while_the_turn_is_sampled() -> None:
             assert not stream.result.done()
         stream.result.set_result(engine_result(sampled))
         assert await stream.next_choice() is not None
-        assert (text, [entry.token for entry in entries]) == (
-            "né 🙂 ",
-            [CODEC.decode([token]) for token in encode("né 🙂 ")],
-        )
+        expected = ("né 🙂 ", [CODEC.decode([token]) for token in encode("né 🙂 ")])
+        assert (text, [entry.token for entry in entries]) == expected
         (sequence,) = server.sequences("s")
         assert sequence.tokens[sequence.turns[0].start :] == sampled
 
@@ -978,7 +961,7 @@ class _Stream:
 
     chunks: AsyncIterator[Any]
     on_tokens: OnTokens | None
-    result: asyncio.Future[GenerateResult]
+    result: asyncio.Future[s.GenerateResult]
 
     async def next_choice(self) -> Any:
         """Return the next choice with text or a finish reason."""

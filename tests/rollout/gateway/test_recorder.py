@@ -474,11 +474,8 @@ def test_routes_are_those_of_the_call_that_sampled_a_token() -> None:
         exchanged += [message, user(f"m{number}")]
         ends.append(end)
     (sequence,) = recorder.sequences()
-    assert [(part.start, part.end) for part in sequence.routes] == [
-        (0, ends[0]),
-        (ends[0], ends[1]),
-        (ends[1], ends[2]),
-    ]
+    expected = [(0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2])]
+    assert [(part.start, part.end) for part in sequence.routes] == expected
     assert [set(part.data) for part in sequence.routes] == [{0}, {1}, {2}]
     assert ends[2] == len(sequence.tokens) - 1
 

@@ -21,18 +21,7 @@ from rollweave.runtime.metrics import Silent
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineJoined, HostJoined, HostLost, RunStarted, WorkerJoined
-from tests.support.fake_runs import (
-    FAKES,
-    assert_no_processes,
-    assert_trained_once,
-    controller,
-    events,
-    make_config,
-    pids,
-    reached,
-    replay,
-    run,
-)
+from tests.support import fake_runs
 from tests.support.host_agents import Agents, agents, secret
 from tests.support.processes import parent
 
@@ -41,7 +30,7 @@ __all__ = ["agents", "secret"]  # fixtures
 
 def config_of(directory: Path, agents: Agents, *, hosts: int = 2, **sections: Any) -> RunConfig:
     cluster = {"address": f"127.0.0.1:{agents.port}", "hosts": hosts}
-    return make_config(directory, cluster=cluster, **sections)
+    return fake_runs.make_config(directory, cluster=cluster, **sections)
 
 
 @contextlib.contextmanager
@@ -50,7 +39,7 @@ def meanwhile(config: RunConfig, step: int, action: Callable[[], None]) -> Itera
     over = threading.Event()
 
     def watch() -> None:
-        while not over.is_set() and not reached(config, step):
+        while not over.is_set() and not fake_runs.reached(config, step):
             time.sleep(0.01)
         if not over.is_set():
             action()
@@ -70,17 +59,17 @@ def meanwhile(config: RunConfig, step: int, action: Callable[[], None]) -> Itera
 def test_a_run_uses_all_its_hosts(tmp_path: Path, agents: Agents) -> None:
     config = config_of(tmp_path, agents)
     agents.start("a", "b")
-    summary = run(config)
+    summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
-    (begun,) = events(config, RunStarted)
+    (begun,) = fake_runs.events(config, RunStarted)
     assert sorted(host.name for host in begun.hosts) == ["a", "b"]
     assert [slot.host for slot in begun.engines] == [0, 1]
     assert begun.relays == 2
-    assert_trained_once(config)
+    fake_runs.assert_trained_once(config)
     assert agents.statuses() == {"a": 0, "b": 0}
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 def run_through_a_loss(
@@ -88,15 +77,15 @@ def run_through_a_loss(
 ) -> None:
     """Run, with a `kill` of the host `lost` in the third step."""
     with meanwhile(config, 3, kill):
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
-    (event,) = events(config, HostLost)
+    (event,) = fake_runs.events(config, HostLost)
     assert event.host == lost
-    assert_trained_once(config)
+    fake_runs.assert_trained_once(config)
     assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,7 @@ def test_a_lost_host_is_replaced_by_the_others(tmp_path: Path, agents: Agents, l
     agents.start("a", "b")
 
     def kill() -> None:
-        (begun,) = events(config, RunStarted)
+        (begun,) = fake_runs.events(config, RunStarted)
         agents.signal(begun.hosts[lost].name, signal.SIGKILL)
 
     run_through_a_loss(config, agents, lost, kill)
@@ -134,7 +123,7 @@ def test_a_colocated_run_survives_the_loss_of_a_host(
     agents.start("a", "b")
 
     def kill() -> None:
-        (begun,) = events(config, RunStarted)
+        (begun,) = fake_runs.events(config, RunStarted)
         assert [slot.host for slot in begun.engines] == [0, 1]
         assert [slot.host for slot in begun.ranks] == [0]
         agents.signal(begun.hosts[lost].name, signal.SIGKILL)
@@ -151,18 +140,19 @@ def test_a_host_joins_during_the_run_and_takes_over(tmp_path: Path, agents: Agen
     def join_then_kill() -> None:
         agents.start("b")
         deadline = time.monotonic() + 60
-        while not events(config, HostJoined) and time.monotonic() < deadline:
+        while not fake_runs.events(config, HostJoined) and time.monotonic() < deadline:
             time.sleep(0.02)
         agents.signal("a", signal.SIGKILL)
 
     with meanwhile(config, 1, join_then_kill):
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
-    assert [type(event) for event in events(config, HostJoined, HostLost)] == [HostJoined, HostLost]
-    assert_trained_once(config)
+    wanted = [HostJoined, HostLost]
+    assert [type(event) for event in fake_runs.events(config, HostJoined, HostLost)] == wanted
+    fake_runs.assert_trained_once(config)
     assert agents.statuses() == {"a": -signal.SIGKILL, "b": 0}
-    assert_no_processes(config)
+    fake_runs.assert_no_processes(config)
 
 
 def test_the_loss_of_the_last_host_ends_the_run_with_its_reason(
@@ -171,54 +161,54 @@ def test_the_loss_of_the_last_host_ends_the_run_with_its_reason(
     config = config_of(tmp_path, agents, hosts=1, steps=60)
     agents.start("a")
     with meanwhile(config, 1, lambda: agents.signal("a", signal.SIGKILL)):
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert "host a is lost" in summary.error
     assert summary.account.balanced
-    assert_no_processes(config)
+    fake_runs.assert_no_processes(config)
 
 
 @pytest.mark.extended
 def test_a_resumed_controller_finds_its_hosts(tmp_path: Path, agents: Agents) -> None:
     config = config_of(tmp_path, agents, steps=30)
     agents.start("a", "b")
-    with controller(config) as first:
+    with fake_runs.controller(config) as first:
         deadline = time.monotonic() + 60
-        while not reached(config, 3) and time.monotonic() < deadline:
+        while not fake_runs.reached(config, 3) and time.monotonic() < deadline:
             time.sleep(0.01)
         first.kill()
-    summary = run(config, resume=True)
+    summary = fake_runs.run(config, resume=True)
     assert summary.error == ""
     assert summary.account.balanced
-    assert_trained_once(config)
+    fake_runs.assert_trained_once(config)
     assert agents.statuses() == {"a": 0, "b": 0}
-    assert_no_processes(config)
+    fake_runs.assert_no_processes(config)
 
 
 @pytest.mark.extended
 def test_the_controller_starts_agents_on_its_own_machine_and_again_when_they_end(
     tmp_path: Path,
 ) -> None:
-    config = make_config(tmp_path, steps=40, cluster={"launcher": "local", "hosts": 2})
+    config = fake_runs.make_config(tmp_path, steps=40, cluster={"launcher": "local", "hosts": 2})
 
     agents: list[int] = []
 
     def kill() -> None:
-        agents.extend({parent(pid) for pid, _ in pids(config)} - {0})
+        agents.extend({parent(pid) for pid, _ in fake_runs.pids(config)} - {0})
         os.kill(agents[0], signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while not events(config, HostJoined) and time.monotonic() < deadline:
+        while not fake_runs.events(config, HostJoined) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     with meanwhile(config, 3, kill):
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
-    (begun, lost, again) = events(config, RunStarted, HostLost, HostJoined)
+    (begun, lost, again) = fake_runs.events(config, RunStarted, HostLost, HostJoined)
     names = {host.number: host.name for host in begun.hosts}
     assert sorted(names.values()) == ["local-0", "local-1"]
     assert again.host.name == names[lost.host]
-    assert_trained_once(config)
-    assert_no_processes(config)
+    fake_runs.assert_trained_once(config)
+    fake_runs.assert_no_processes(config)
     assert not any(Path(f"/proc/{agent}").exists() for agent in agents)
 
 
@@ -234,7 +224,7 @@ def test_no_host_joins_a_controller_that_is_not_ready(
 
     monkeypatch.setattr("rollweave.runtime.life.recover", replay_slowly)
     with pytest.raises(ConfigError, match="the replay is over"):
-        run(config_of(tmp_path, agents))
+        fake_runs.run(config_of(tmp_path, agents))
 
 
 POOLS = {"compute": {"resource": "H800"}, "bandwidth": {"resource": "H20"}}
@@ -250,8 +240,8 @@ def test_roles_run_in_their_pools(tmp_path: Path, agents: Agents) -> None:
     )
     agents.start("a", resource="H800=8")
     agents.start("b", resource="H20=8")
-    assert run(config).error == ""
-    (begun,) = events(config, RunStarted)
+    assert fake_runs.run(config).error == ""
+    (begun,) = fake_runs.events(config, RunStarted)
     names = {host.number: host.name for host in begun.hosts}
     assert {names[slot.host] for slot in begun.engines} == {"b"}
     assert [names[rank.host] for rank in begun.ranks] == ["a"]
@@ -273,11 +263,11 @@ def test_workers_on_a_host_run_the_users_module(
     config = config_of(
         tmp_path, agents, hosts=1, task={"env": "mine.game:Mine"}, workers={"count": 1}
     )
-    summary = run(config)
+    summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
     assert "mine.game" not in sys.modules, "the controller does not import it"
-    assert_trained_once(config)
+    fake_runs.assert_trained_once(config)
     assert agents.statuses() == {"a": 0}
 
 
@@ -300,7 +290,7 @@ def test_workers_wait_for_another_host_of_their_pool(tmp_path: Path, agents: Age
 
     def await_events(kind: type, count: int) -> None:
         deadline = time.monotonic() + 60
-        while len(events(config, kind)) < count and time.monotonic() < deadline:
+        while len(fake_runs.events(config, kind)) < count and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def replace() -> None:
@@ -310,17 +300,17 @@ def test_workers_wait_for_another_host_of_their_pool(tmp_path: Path, agents: Age
         agents.start("c", resource="cpus")
 
     with meanwhile(config, 2, replace):
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
-    (begun,) = events(config, RunStarted)
+    (begun,) = fake_runs.events(config, RunStarted)
     names = {host.number: host.name for host in begun.hosts}
     assert [names[slot.host] for slot in begun.workers] == ["b", "b"]
     assert summary.watchdog["worker_unplaced"] == 2
-    assert any(event.epoch for event in events(config, WorkerJoined))
-    assert_trained_once(config)
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    assert any(event.epoch for event in fake_runs.events(config, WorkerJoined))
+    fake_runs.assert_trained_once(config)
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 @pytest.mark.slow
@@ -345,14 +335,14 @@ def test_engines_and_workers_leave_a_host_that_is_given_up_and_move_to_the_next(
         """Wait until so many have joined in all."""
         for kind, count in ((EngineJoined, engines), (WorkerJoined, workers)):
             deadline = time.monotonic() + 60
-            while len(events(config, kind)) < count and time.monotonic() < deadline:
+            while len(fake_runs.events(config, kind)) < count and time.monotonic() < deadline:
                 time.sleep(0.2)
 
     def kill_engine() -> None:
         agent = agents.processes["b"].pid
         (engine,) = (
             pid
-            for pid, _ in pids(config)
+            for pid, _ in fake_runs.pids(config)
             if parent(pid) == agent and b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         os.kill(engine, signal.SIGKILL)
@@ -362,19 +352,19 @@ def test_engines_and_workers_leave_a_host_that_is_given_up_and_move_to_the_next(
         os.kill(os.getpid(), signal.SIGINT)
 
     with meanwhile(config, 2, kill_engine):
-        summary = run(config)
+        summary = fake_runs.run(config)
     assert summary.interrupted
     assert summary.error == ""
     assert summary.account.balanced
     assert summary.watchdog["host_evicted"] == 1
-    state = replay(config).core.state
+    state = fake_runs.replay(config).core.state
     names = {number: host.name for number, host in state.hosts.up.items()}
     assert sorted(names.values()) == ["a", "c"]
     assert sorted(names[engine.seat.host] for engine in state.engines.values()) == ["a", "c"]
     assert [names[worker.host] for worker in state.workers.values()] == ["c", "c"]
     assert agents.statuses() == {"a": 0, "b": 0, "c": 0}
-    assert_no_processes(config)
-    assert replay(config).differing == 0
+    fake_runs.assert_no_processes(config)
+    assert fake_runs.replay(config).differing == 0
 
 
 @pytest.mark.extended
@@ -388,7 +378,7 @@ def test_a_fallback_serves_where_a_pool_has_no_host(tmp_path: Path, agents: Agen
         def line(self, line: Mapping[str, Any]) -> None:
             shown.append(line)
 
-    assert train(config, programs=FAKES, progress=Recorder()).error == ""
+    assert train(config, programs=fake_runs.FAKES, progress=Recorder()).error == ""
     (warning,) = [line for line in shown if line.get("component") == "pools.bandwidth.resource"]
     assert warning["message"].endswith("(H800), got 'H20': it has no host yet")
 
@@ -399,7 +389,7 @@ def test_a_pool_without_a_host_is_named(tmp_path: Path, agents: Agents) -> None:
     with pytest.raises(
         ConfigError, match=r"pools\.bandwidth\.resource: must be .* \(H800\), got 'H20'"
     ):
-        run(config)
+        fake_runs.run(config)
     assert agents.statuses() == {"a": 0}
 
 
@@ -411,7 +401,7 @@ def test_hosts_that_lack_memory_are_named(tmp_path: Path, agents: Agents) -> Non
     config = config_of(tmp_path, agents, hosts=1)
     agents.start("a")
     with pytest.raises(ConfigError, match=r"model: must fit, .* of a, got .*: about"):
-        run(config)
+        fake_runs.run(config)
     assert agents.statuses() == {"a": 0}
 
 
@@ -434,7 +424,7 @@ def test_missing_and_refused_hosts_are_named(
         ConfigError,
         match=r"cluster\.hosts: 2 hosts must join within 5 s, got a; refused: a host at 127\.",
     ):
-        train(config, programs=FAKES, progress=Recorder())
+        train(config, programs=fake_runs.FAKES, progress=Recorder())
     assert agents.statuses() == {"a": 0, "b": 2}
     (refusal,) = [line for line in shown if line.startswith("a host at ")]
     assert re.search(
@@ -447,4 +437,4 @@ def test_an_address_in_use_is_refused(tmp_path: Path, agents: Agents) -> None:
         taken.bind(("127.0.0.1", agents.port))
         taken.listen()
         with pytest.raises(ConfigError, match=r"cluster\.address must be a free address"):
-            run(config_of(tmp_path, agents))
+            fake_runs.run(config_of(tmp_path, agents))

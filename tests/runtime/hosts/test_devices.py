@@ -62,11 +62,12 @@ def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None
     assert [rank.devices for rank in ranks] == [(0,), (1,)]
     assert [engine.devices for engine in engines] == [(2,), (3,), (0,)]
     assert unbound == []
-    assert environment(Program.ROLE, Share(devices=engines[1].devices)) == {
+    wanted = {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "3",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
+    assert environment(Program.ROLE, Share(devices=engines[1].devices)) == wanted
     serving, none, _ = bind_all(auto, first_engines(auto), machine, trainer=False)
     assert [engine.devices for engine in serving] == [(0,), (1,), (2,)]
     assert none == ()

@@ -120,12 +120,8 @@ def test_a_recipe_of_an_image_brings_its_files(directory: Path) -> None:
     recipe.write_text(f'name = "a"\nbase = "base.tar"\nlock = "lock"\n{copied}')
     named = of_run(config(env="program"), ["images/small.toml"]).paths
     there = {Path(path).relative_to(directory) for path in named if path.startswith("/")}
-    assert {str(path) for path in there} == {
-        "images/small.toml",
-        "images/base.tar",
-        "images/lock",
-        "prompts",
-    }
+    expected = {"images/small.toml", "images/base.tar", "images/lock", "prompts"}
+    assert {str(path) for path in there} == expected
     assert pack(UserFiles(paths=named), ())
 
 

@@ -122,25 +122,18 @@ def test_the_images_of_all_tasks_of_a_file_are_checked() -> None:
     rows = [{"picture": f"{name}.toml", "n": name} for name in ("good", "wrong", "good", "torn")]
     Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, {"n": 1}] * 8))
     named = ["tasks.0.options.tasks='rows.jsonl'", "tasks.0.options.image_field='picture'"]
-    assert [name for name, _ in checked(*named)] == [
-        "tasks.0 image",
-        "TASKS.0 IMAGE",
-        "TASKS.0 IMAGE",
-    ]
+    expected = ["tasks.0 image", "TASKS.0 IMAGE", "TASKS.0 IMAGE"]
+    assert [name for name, _ in checked(*named)] == expected
     Path("others.jsonl").write_text('{"picture": 5}\n')
     ((name, detail),) = checked("tasks.0.options.tasks='others.jsonl'", named[1])
-    assert (name, detail) == (
-        "TASKS.0",
-        "options.image_field: picture of a task: image must be text, got 5",
-    )
+    assert name == "TASKS.0"
+    assert detail == "options.image_field: picture of a task: image must be text, got 5"
 
 
 def test_only_some_back_ends_have_images() -> None:
     ((name, detail),) = checked("sandbox.backend='zygote'", "tasks.0.options.image='good.toml'")
-    assert (name, detail) == (
-        "SANDBOX.BACKEND",
-        "must be bubblewrap or apptainer for the image good.toml, got zygote",
-    )
+    assert name == "SANDBOX.BACKEND"
+    assert detail == "must be bubblewrap or apptainer for the image good.toml, got zygote"
 
 
 def test_files_of_images_must_reach_the_hosts(here: Path) -> None:

@@ -388,8 +388,5 @@ def test_workers_are_laid_out_in_their_pool() -> None:
     layout, problems = laid_out(run, {"a": host(2, T=1), "b": host(2, R=3)})
     assert problems == []
     workers = [one for one in layout.processes if one.kind == "worker"]
-    assert [(one.name, one.host, one.pool) for one in workers] == [
-        ("w0", "b", "roll"),
-        ("w1", "b", "roll"),
-        ("w2", "b", "roll"),
-    ]
+    expected = [("w0", "b", "roll"), ("w1", "b", "roll"), ("w2", "b", "roll")]
+    assert [(one.name, one.host, one.pool) for one in workers] == expected

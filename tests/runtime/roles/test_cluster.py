@@ -98,10 +98,8 @@ def test_a_wrong_worker_is_named_and_lives_on(start: Start) -> None:
         match=r"adder rank 1: ValueError: no luck on 1 \(.*workers.py:\d+\); and 1 more$",
     ) as raised:
         adders.fail([1, 2])
-    assert [(one.rank, one.kind, one.text) for one in raised.value.failures] == [
-        (1, "ValueError", "no luck on 1"),
-        (2, "ValueError", "no luck on 2"),
-    ]
+    expected = [(1, "ValueError", "no luck on 1"), (2, "ValueError", "no luck on 2")]
+    assert [(one.rank, one.kind, one.text) for one in raised.value.failures] == expected
     with pytest.raises(
         WorkerError, match=r"rank 0: TypeError: Adder.add: argument 0: Expected `float`, got `str`"
     ):

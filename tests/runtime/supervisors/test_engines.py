@@ -42,13 +42,9 @@ async def test_what_an_engine_receives_is_reported_once(tmp_path: Path) -> None:
             stage.engines.stage(StageWeights(engine_id=A, version=number, publication_id=number))
         stage.engines.stage(StageWeights(engine_id=B, version=1, publication_id=1))
         failed = await stage.until(StagingFailed, 2)
-        assert {event.publication_id: event.error for event in failed} == {
-            2: "torn",
-            9: "weights 9 are no longer available",
-        }
+        expected = {2: "torn", 9: "weights 9 are no longer available"}
+        assert {event.publication_id: event.error for event in failed} == expected
         done = await stage.until(WeightsStaged, 2)
-        assert {(event.engine_id, event.epoch, event.publication_id) for event in done} == {
-            (A, 0, 1),
-            (B, 0, 1),
-        }
+        wanted = {(A, 0, 1), (B, 0, 1)}
+        assert {(event.engine_id, event.epoch, event.publication_id) for event in done} == wanted
         assert "v1" in {span["name"] for span in stage.spans()}

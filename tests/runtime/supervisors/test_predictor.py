@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.policy.predict import MIN_PAIRS, PRIOR_TOKENS, ProgressivePredictor
+from rollweave.runtime.supervisors import predictor
 from rollweave.runtime.supervisors import predictor as live
-from rollweave.runtime.supervisors.predictor import (
-    PredictorSupervisor,
-    ProcessPredictor,
-    ThreadPredictor,
-)
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
@@ -71,7 +67,7 @@ class Bench:
             self.links.append(open_link(on_report))
             return self.links[-1]
 
-        self.supervisor = PredictorSupervisor(
+        self.supervisor = predictor.PredictorSupervisor(
             opened,
             tasks=tasks,
             post=self.posted.put_nowait,
@@ -97,7 +93,7 @@ class Bench:
     @property
     def pid(self) -> int:
         link = self.links[-1]
-        assert isinstance(link, ProcessPredictor)
+        assert isinstance(link, predictor.ProcessPredictor)
         return link.pid
 
 
@@ -112,9 +108,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Open]:
         spec, log = PredictorSpec(regressor=regressor), tmp_path / "predictor.log"
         own = {"module": "tests.runtime.odd_predictor"} if kind == "odd" else {}
         link = (
-            functools.partial(ThreadPredictor, spec)
+            functools.partial(predictor.ThreadPredictor, spec)
             if kind == "thread"
-            else functools.partial(ProcessPredictor, spec, log=log, **own)
+            else functools.partial(predictor.ProcessPredictor, spec, log=log, **own)
         )
         benches.append(Bench(link, tasks, silent_s=silent_s))
         return benches[-1]
@@ -136,11 +132,9 @@ async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
             expected = reference.predict((f"t{number}", 0), context)
             bench.ask(number, context)
             answer = await bench.answer()
-            assert (answer.trajectory_id, answer.attempt, answer.turn) == (
-                f"t{number}",
-                0,
-                context.turn,
-            )
+            assert answer.trajectory_id == f"t{number}"
+            assert answer.attempt == 0
+            assert answer.turn == context.turn
             assert answer.remaining_tokens == expected
         total = one.tokens if number % 5 else None
         reference.observe((f"t{number}", 0), total)
@@ -149,14 +143,12 @@ async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
             reference.fit()
             bench.supervisor.fit(FitPredictor(step=number))
     stats = bench.supervisor.stats()
-    assert (
-        reference.fits,
-        stats.fits,
-        stats.failed,
-        stats.lost,
-        stats.dropped,
-        stats.restarts,
-    ) == (2, 2, 0, 0, 0, 0)
+    assert reference.fits == 2
+    assert stats.fits == 2
+    assert stats.failed == 0
+    assert stats.lost == 0
+    assert stats.dropped == 0
+    assert stats.restarts == 0
     assert stats.requests == stats.answered == 180
     assert stats.fit_s > 0
     assert stats.mean_ms > 0
@@ -192,12 +184,8 @@ async def test_statistics_continue_over_a_restart(start: Open) -> None:
     bench.ask(1)
     await bench.answer()
     after = bench.supervisor.stats()
-    assert (after.fits, after.fit_s, after.answered, after.pairs) == (
-        1,
-        before.fit_s,
-        MIN_PAIRS + 2,
-        0,
-    )
+    expected = (1, before.fit_s, MIN_PAIRS + 2, 0)
+    assert (after.fits, after.fit_s, after.answered, after.pairs) == expected
 
 
 async def test_a_killed_predictor_is_restarted_without_observations(start: Open) -> None:
@@ -290,11 +278,9 @@ async def test_a_predictor_that_always_fails_is_given_up(
     bench.supervisor.fit(FitPredictor(step=1))
     after = bench.supervisor.stats()
     assert (after.dropped, after.requests) == (before.dropped + 3, before.requests)
-    assert (after.lost, after.answered, after.restarts) == (
-        live.MAX_RESTARTS + 1,
-        0,
-        live.MAX_RESTARTS,
-    )
+    assert after.lost == live.MAX_RESTARTS + 1
+    assert after.answered == 0
+    assert after.restarts == live.MAX_RESTARTS
     assert bench.posted.empty()
 
 
@@ -327,11 +313,9 @@ async def test_requests_beyond_the_limit_are_dropped(start: Open, kind: str) -> 
     for _ in range(live.MAX_REQUESTS):
         await bench.answer()
     stats = bench.supervisor.stats()
-    assert (stats.requests, stats.answered, stats.dropped) == (
-        live.MAX_REQUESTS,
-        live.MAX_REQUESTS,
-        2 * live.MAX_REQUESTS,
-    )
+    assert stats.requests == live.MAX_REQUESTS
+    assert stats.answered == live.MAX_REQUESTS
+    assert stats.dropped == 2 * live.MAX_REQUESTS
 
 
 @pytest.mark.parametrize("kind", KINDS)

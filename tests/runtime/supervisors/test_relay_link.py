@@ -3,11 +3,13 @@ addresses that stand for several hosts.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,16 +21,7 @@ from rollweave.runtime.supervisors.relays import (
     RelayLink,
     RelayLostError,
 )
-from rollweave.schema.weights import (
-    HEARTBEAT_S,
-    FetchReply,
-    FetchVersion,
-    RelayAddress,
-    RelaySpec,
-    VersionFailed,
-    VersionFetched,
-    WeightManifest,
-)
+from rollweave.schema import weights
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import KeepAlive, Raw, Request
 from tests.support.weight_host import KIB, Memory, tapped, versions
@@ -50,7 +43,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         module: str = "rollweave.runtime.entrypoints.relay",
         file_bytes: int | None = None,
     ) -> RelayLink:
-        spec = RelaySpec(id=f"r{number}", host=f"127.0.0.{number + 1}")
+        spec = weights.RelaySpec(id=f"r{number}", host=f"127.0.0.{number + 1}")
         env = {"OMP_NUM_THREADS": "1"}
         if file_bytes is not None:
             module, env["FILE_BYTES"] = "tests.runtime.small_relay", str(file_bytes)
@@ -79,27 +72,30 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 async def take(
     relay: RelayLink,
-    manifest: WeightManifest,
-    source: RelayAddress | None = None,
+    manifest: weights.WeightManifest,
+    source: weights.RelayAddress | None = None,
     *,
     base_id: int | None = None,
-) -> FetchReply:
+) -> weights.FetchReply:
     answer = await relay.fetch(command(manifest, source, base_id=base_id))
     assert answer is not None
     return answer
 
 
 def command(
-    manifest: WeightManifest, source: RelayAddress | None = None, *, base_id: int | None = None
-) -> FetchVersion:
+    manifest: weights.WeightManifest,
+    source: weights.RelayAddress | None = None,
+    *,
+    base_id: int | None = None,
+) -> weights.FetchVersion:
     keep = (base_id,) if base_id is not None else ()
-    return FetchVersion(
+    return weights.FetchVersion(
         manifest=manifest, source=source, base_id=base_id, keep=keep, chunk_bytes=64 * KIB
     )
 
 
-def payload(answer: FetchReply | None) -> bytes:
-    assert isinstance(answer, VersionFetched), answer
+def payload(answer: weights.FetchReply | None) -> bytes:
+    assert isinstance(answer, weights.VersionFetched), answer
     return Path(answer.manifest.location).read_bytes()
 
 
@@ -110,12 +106,8 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
     with versions(1) as (memory,):
         relays = [start(number) for number in range(4)]
         addresses = [(await relay.ready()).address for relay in relays]
-        assert [address.host for address in addresses] == [
-            "127.0.0.1",
-            "127.0.0.2",
-            "127.0.0.3",
-            "127.0.0.4",
-        ]
+        expected = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
+        assert [address.host for address in addresses] == expected
         async with tapped(memory) as (slow, address):
             answers = [
                 relay.fetch(command(memory.manifest, source))
@@ -127,7 +119,7 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
             assert "SIGKILL" in await relays[1].lost
             assert await answers[1] is None
             failed = await answers[2]
-            assert isinstance(failed, VersionFailed)
+            assert isinstance(failed, weights.VersionFailed)
             assert failed.reason == "source"
             assert not answers[3].done()
             again = relays[2].fetch(command(memory.manifest, addresses[0]))
@@ -135,12 +127,12 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
             for answer in (answers[0], again, answers[3]):
                 result = await answer
                 assert payload(result) == memory.payload
-                assert isinstance(result, VersionFetched)
+                assert isinstance(result, weights.VersionFetched)
                 assert result.nbytes == memory.manifest.nbytes  # none twice
         assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
 
 
-async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
+async def passed(address: weights.RelayAddress, memory: Memory, nbytes: int) -> None:
     """Wait until the relay at `address` offers byte `nbytes - 1`."""
     manifest = memory.manifest
     channel = await Tcp(idle_timeout_s=20.0).connect(address)
@@ -170,7 +162,7 @@ async def test_a_broadcast_survives_a_killed_master(start: Start) -> None:
         relays = [start(number) for number in range(3)]
         addresses = [(await relay.ready()).address for relay in relays]
         for relay, source in zip(relays, (None, *addresses), strict=False):
-            assert isinstance(await take(relay, old.manifest, source), VersionFetched)
+            assert isinstance(await take(relay, old.manifest, source), weights.VersionFetched)
         os.kill(relays[0].pid, signal.SIGSTOP)  # it reads nothing and sends nothing
         answers = [
             relay.fetch(command(new.manifest, source, base_id=1))
@@ -180,12 +172,12 @@ async def test_a_broadcast_survives_a_killed_master(start: Start) -> None:
         assert "was killed" in await relays[0].lost
         assert await answers[0] is None
         failed = await answers[1]
-        assert isinstance(failed, VersionFailed)
+        assert isinstance(failed, weights.VersionFailed)
         assert failed.reason == "source"
         again = relays[1].fetch(command(new.manifest, base_id=1))
         result = await answers[2]
         assert payload(await again) == payload(result) == new.payload
-        assert isinstance(result, VersionFetched)
+        assert isinstance(result, weights.VersionFetched)
         assert 0 < result.nbytes < new.manifest.nbytes / 10
 
 
@@ -216,65 +208,57 @@ class Suspicions:
                 pass
 
 
-async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(start: Start) -> None:
-    """No relay receives a byte twice, and none is restarted."""
+@contextlib.asynccontextmanager
+async def hung(start: Start, at: int, *, relays: int) -> AsyncIterator[Any]:
+    """Let the relay `at` of a chain hang in the middle of a broadcast."""
     with versions(1) as (memory,):
         doubts = Suspicions()
-        relays = [
-            start(number, suspected=doubts if number == 1 else lambda silent: None)
-            for number in range(4)
+        chain = [
+            start(number, suspected=doubts if number == at else lambda silent: None)
+            for number in range(relays)
         ]
-        addresses = [(await relay.ready()).address for relay in relays]
+        addresses = [(await relay.ready()).address for relay in chain]
         async with tapped(memory) as (slow, address):
             answers = [
                 relay.fetch(command(memory.manifest, source))
-                for relay, source in zip(relays, (address, *addresses), strict=False)
+                for relay, source in zip(chain, (address, *addresses), strict=False)
             ]
             slow.allow(3)
-            await passed(addresses[3], memory, 3 * 256 * KIB)
-            os.kill(relays[1].pid, signal.SIGSTOP)
+            await passed(addresses[-1], memory, 3 * 256 * KIB)
+            os.kill(chain[at].pid, signal.SIGSTOP)
             await doubts.until(True)
-            again = relays[2].fetch(command(memory.manifest, addresses[0]))
-            slow.allow_all()
-            for answer in (answers[0], again, answers[3]):
-                result = await answer
-                assert payload(result) == memory.payload
-                assert isinstance(result, VersionFetched)
-                assert result.nbytes == memory.manifest.nbytes  # none twice
-            assert not answers[1].done()
-            os.kill(relays[1].pid, signal.SIGCONT)
-            await doubts.until(False)
-            assert payload(await answers[1]) == memory.payload
-            assert not relays[1].lost.done()
-        assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
+            yield memory, doubts, chain, addresses, slow, answers
+
+
+async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(start: Start) -> None:
+    """No relay receives a byte twice, and none is restarted."""
+    async with hung(start, 1, relays=4) as (memory, doubts, relays, addresses, slow, answers):
+        again = relays[2].fetch(command(memory.manifest, addresses[0]))
+        slow.allow_all()
+        for answer in (answers[0], again, answers[3]):
+            result = await answer
+            assert payload(result) == memory.payload
+            assert isinstance(result, weights.VersionFetched)
+            assert result.nbytes == memory.manifest.nbytes  # none twice
+        assert not answers[1].done()
+        os.kill(relays[1].pid, signal.SIGCONT)
+        await doubts.until(False)
+        assert payload(await answers[1]) == memory.payload
+        assert not relays[1].lost.done()
+    assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
 
 
 async def test_a_broadcast_bypasses_a_hung_master(start: Start) -> None:
     """The relay behind it reads the missing bytes from the trainer's memory, and the
     following ones continue.
     """
-    with versions(1) as (memory,):
-        doubts = Suspicions()
-        relays = [
-            start(number, suspected=doubts if number == 0 else lambda silent: None)
-            for number in range(3)
-        ]
-        addresses = [(await relay.ready()).address for relay in relays]
-        async with tapped(memory) as (slow, address):
-            answers = [
-                relay.fetch(command(memory.manifest, source))
-                for relay, source in zip(relays, (address, *addresses), strict=False)
-            ]
-            slow.allow(3)
-            await passed(addresses[2], memory, 3 * 256 * KIB)
-            os.kill(relays[0].pid, signal.SIGSTOP)
-            await doubts.until(True)
-            again = relays[1].fetch(command(memory.manifest))
-            assert payload(await again) == payload(await answers[2]) == memory.payload
-            os.kill(relays[0].pid, signal.SIGCONT)
-            await doubts.until(False)
-            slow.allow_all()
-            assert payload(await answers[0]) == memory.payload
+    async with hung(start, 0, relays=3) as (memory, doubts, relays, _, slow, answers):
+        again = relays[1].fetch(command(memory.manifest))
+        assert payload(await again) == payload(await answers[2]) == memory.payload
+        os.kill(relays[0].pid, signal.SIGCONT)
+        await doubts.until(False)
+        slow.allow_all()
+        assert payload(await answers[0]) == memory.payload
 
 
 async def test_a_blocked_event_loop_suspects_no_relay(start: Start) -> None:
@@ -282,10 +266,10 @@ async def test_a_blocked_event_loop_suspects_no_relay(start: Start) -> None:
     heartbeats during that time, which are read first.
     """
     reports: list[bool] = []
-    relay = start(0, suspected=reports.append, silent_s=(SUSPECT_BEATS + 2) * HEARTBEAT_S)
+    relay = start(0, suspected=reports.append, silent_s=(SUSPECT_BEATS + 2) * weights.HEARTBEAT_S)
     await relay.ready()
     for _ in range(2):
-        time.sleep((SUSPECT_BEATS + 4) * HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
+        time.sleep((SUSPECT_BEATS + 4) * weights.HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert reports == []
@@ -301,7 +285,7 @@ async def test_unread_heartbeats_do_not_count_as_silence(start: Start) -> None:
     await relay.ready()
     os.kill(relay.pid, signal.SIGSTOP)
     for _ in range(SUSPECT_BEATS - 1):
-        time.sleep((SUSPECT_BEATS + 1) * HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
+        time.sleep((SUSPECT_BEATS + 1) * weights.HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert reports == [], "each time counts as one beat"
@@ -321,9 +305,9 @@ async def test_a_version_that_does_not_fit_fails(start: Start) -> None:
         source, relay = start(0), start(1, file_bytes=memory.manifest.nbytes // 2)
         address = (await source.ready()).address
         await relay.ready()
-        assert isinstance(await take(source, memory.manifest), VersionFetched)
+        assert isinstance(await take(source, memory.manifest), weights.VersionFetched)
         failed = await take(relay, memory.manifest, address)
-        assert isinstance(failed, VersionFailed)
+        assert isinstance(failed, weights.VersionFailed)
         assert failed.reason == "room"
         result = await take(relay, other.manifest)  # shared, not copied
         assert payload(result) == other.payload
@@ -334,7 +318,7 @@ async def test_a_relays_memory_is_freed_at_its_end(start: Start) -> None:
         relay = start(0)
         await relay.ready()
         result = await take(relay, memory.manifest)
-        assert isinstance(result, VersionFetched)
+        assert isinstance(result, weights.VersionFetched)
         await relay.close()
         assert "was closed" in relay.lost.result()
         assert not os.path.exists(result.manifest.location)  # noqa: ASYNC240 (it is not on a disk)
@@ -345,7 +329,7 @@ async def test_a_replaced_fetch_has_no_result(start: Start) -> None:
         relay, other = start(0), start(1)
         await relay.ready()
         address = (await other.ready()).address
-        assert isinstance(await take(other, memory.manifest), VersionFetched)
+        assert isinstance(await take(other, memory.manifest), weights.VersionFetched)
         async with tapped(memory) as (_, nowhere):
             first = relay.fetch(command(memory.manifest, nowhere))
             second = relay.fetch(command(memory.manifest, address))
@@ -359,7 +343,7 @@ async def test_ignores_foreign_connections(start: Start) -> None:
         relay, other = start(0), start(1)
         address = (await relay.ready()).address
         await other.ready()
-        assert isinstance(await take(relay, memory.manifest), VersionFetched)
+        assert isinstance(await take(relay, memory.manifest), weights.VersionFetched)
         silent = [await asyncio.open_connection(address.host, address.port) for _ in range(20)]
         for noise in (
             b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100,

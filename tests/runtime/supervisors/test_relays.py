@@ -17,14 +17,7 @@ from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
 from rollweave.schema.weights import WeightManifest
-from tests.support.fake_runs import (
-    assert_no_processes,
-    assert_trained_once,
-    fault,
-    make_config,
-    run,
-    run_dir,
-)
+from tests.support import fake_runs
 
 E0, E1, E3 = EngineId("e0"), EngineId("e1"), EngineId("e3")
 
@@ -32,13 +25,13 @@ E0, E1, E3 = EngineId("e0"), EngineId("e1"), EngineId("e3")
 def with_relays(
     directory: Path, *, relays: int = 2, engines: int = 2, **sections: Any
 ) -> RunConfig:
-    return make_config(
+    return fake_runs.make_config(
         directory, engines={"count": engines}, weights={"relays": relays}, **sections
     )
 
 
 def history(config: RunConfig) -> tuple[list[Event], list[Command]]:
-    history_ = list(Replay(run_dir(config) / "journal.bin", config))
+    history_ = list(Replay(fake_runs.run_dir(config) / "journal.bin", config))
     return [event for _, event, _ in history_], [
         command for _, _, commands in history_ for command in commands
     ]
@@ -57,7 +50,7 @@ def takes(commands: Sequence[Command], publication_id: int) -> list[tuple[str, s
 @pytest.mark.parametrize("mode", ["sync", "bounded", "decoupled"])
 def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str) -> None:
     config = with_relays(tmp_path, relays=2, engines=3, rollout={"mode": mode})
-    summary = run(config)
+    summary = fake_runs.run(config)
     assert summary.error == ""
     assert summary.account.balanced
     events, commands = history(config)
@@ -69,8 +62,8 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
     loads = [command for command in commands if isinstance(command, c.LoadWeights)]
     assert loads
     assert {(f"r{int(load.engine_id[1:]) % 2}", load.publication_id) for load in loads} <= versions
-    assert '"take 0 from the trainer"' in (run_dir(config) / "trace.json").read_text()
-    assert_no_processes(config)
+    assert '"take 0 from the trainer"' in (fake_runs.run_dir(config) / "trace.json").read_text()
+    fake_runs.assert_no_processes(config)
 
 
 @pytest.mark.variants
@@ -78,8 +71,8 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
 def test_a_relay_that_dies_during_a_fetch_delays_no_other(tmp_path: Path, lost: str) -> None:
     config = with_relays(tmp_path, relays=3, engines=3, rollout={"mode": "sync"})
     (tmp_path / "model").mkdir(exist_ok=True)
-    fault(config, f"kill-{lost}-1")
-    assert run(config).error == ""
+    fake_runs.fault(config, f"kill-{lost}-1")
+    assert fake_runs.run(config).error == ""
     events, commands = history(config)
     losses = [event for event in events if isinstance(event, e.RelayLost)]
     assert [event.relay_id for event in losses] == [lost]
@@ -87,15 +80,15 @@ def test_a_relay_that_dies_during_a_fetch_delays_no_other(tmp_path: Path, lost: 
     assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
         lost
     ]
-    assert_trained_once(config)
-    assert_no_processes(config)
+    fake_runs.assert_trained_once(config)
+    fake_runs.assert_no_processes(config)
 
 
 def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
     config = with_relays(tmp_path, rollout={"mode": "sync"})
-    fault(config, "base-r1-1")
-    fault(config, "base-r0-1")  # only the one that is not the master fetches a delta
-    assert run(config).error == ""
+    fake_runs.fault(config, "base-r1-1")
+    fake_runs.fault(config, "base-r0-1")  # only the one that is not the master fetches a delta
+    assert fake_runs.run(config).error == ""
     events, commands = history(config)
     refused = next(event for event in events if isinstance(event, e.FetchFailed))
     fetches = [
@@ -105,30 +98,30 @@ def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
         and (command.relay_id, command.publication_id) == (refused.relay_id, 1)
     ]
     assert [command.base_id for command in fetches] == [0, None]
-    assert_trained_once(config)
+    fake_runs.assert_trained_once(config)
 
 
 def test_a_relay_that_never_starts_removes_its_host(tmp_path: Path) -> None:
     config = with_relays(tmp_path, rollout={"mode": "sync"}, watchdog={"restarts": 1})
-    fault(config, "kill-r1-0")
-    fault(config, "kill-r1-1")
-    assert run(config).error == ""
+    fake_runs.fault(config, "kill-r1-0")
+    fake_runs.fault(config, "kill-r1-1")
+    assert fake_runs.run(config).error == ""
     _, commands = history(config)
     # it may have been restarted too late for weights 1
     if [command for command in commands if isinstance(command, c.RemoveRelay)]:
         assert [
             command.engine_id for command in commands if isinstance(command, c.RemoveEngine)
         ] == ["e1"]
-    assert_trained_once(config)
-    assert_no_processes(config)
+    fake_runs.assert_trained_once(config)
+    fake_runs.assert_no_processes(config)
 
 
 @pytest.mark.extended
 def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
     config = with_relays(tmp_path, steps=2, rollout={"mode": "sync"})
-    assert run(config).error == ""
+    assert fake_runs.run(config).error == ""
     longer = with_relays(tmp_path, steps=4, rollout={"mode": "sync"})
-    assert run(longer, resume=True).steps == 4
+    assert fake_runs.run(longer, resume=True).steps == 4
     events, commands = history(longer)
     assert isinstance(events[0], e.WorldLost)
     assert {event.relay_id for event in events if isinstance(event, e.RelayJoined)} == {"r0", "r1"}
@@ -136,8 +129,8 @@ def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
         E0,
         E1,
     }
-    assert_trained_once(longer)
-    assert_no_processes(longer)
+    fake_runs.assert_trained_once(longer)
+    fake_runs.assert_no_processes(longer)
 
 
 def manifest(publication_id: int, location: str) -> WeightManifest:

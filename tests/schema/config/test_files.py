@@ -82,11 +82,8 @@ def test_several_equal_hosts_have_numbered_names_and_gpus_in_order(tmp_path: Pat
     assert hosts["node-0"] == hosts["node-1"]
     node, plain = hosts["node-1"], hosts["plain"]
     assert (node.cpus, node.memory_bytes, dict(node.labels)) == (96, 512 * GIB, {"H20": 8})
-    assert [(gpu.index, gpu.kind, gpu.memory_bytes / GIB) for gpu in node.devices] == [
-        (0, "A", 24),
-        (1, "B", 47.5),
-        (2, "B", 47.5),
-    ]
+    expected = [(0, "A", 24), (1, "B", 47.5), (2, "B", 47.5)]
+    assert [(gpu.index, gpu.kind, gpu.memory_bytes / GIB) for gpu in node.devices] == expected
     assert (plain.devices, plain.memory_bytes) == ((), GIB // 2)
 
 

@@ -175,10 +175,8 @@ def test_template_arguments_are_what_json_can_hold(value: str) -> None:
         loads(text.format(value))
     assert "model.template_arguments must hold text, finite numbers, booleans" in str(error.value)
     assert "\n" not in str(error.value)
-    assert loads(text.format('{ c = ["d", 1.5] }')).model.template_arguments == {
-        "a": True,
-        "b": {"c": ["d", 1.5]},
-    }
+    expected = {"a": True, "b": {"c": ["d", 1.5]}}
+    assert loads(text.format('{ c = ["d", 1.5] }')).model.template_arguments == expected
 
 
 def test_every_error_is_in_our_own_words() -> None:

@@ -49,10 +49,8 @@ def test_an_engine_that_stands_in_for_another_moves_to_a_host_that_joins() -> No
     driver = Driver(2).up()
     driver.engines_up()
     driver.send(e.HostLost(host=1, error="silent"))
-    assert {one.id: one.seat.host for one in driver.core.state.engines.values()} == {
-        "e0": 0,
-        "e2": 0,
-    }
+    expected = {"e0": 0, "e2": 0}
+    assert {one.id: one.seat.host for one in driver.core.state.engines.values()} == expected
     commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))
     assert started(commands) == [("e3", 2, ())]
     removed = [command.engine_id for command in of(commands, c.RemoveEngine)]  # type: ignore[attr-defined]

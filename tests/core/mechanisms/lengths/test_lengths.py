@@ -171,10 +171,8 @@ def test_a_prediction_is_the_estimate_less_what_is_sampled_since() -> None:
     assert work_of(hand.core._run, first).length_bucket == UNKNOWN
     hand.core.state.mechanisms["placement"].partitions[""] = Partition(planned=9)
     hand.predicted(FIRST, 1, 99.6)
-    assert (
-        work_of(hand.core._run, first).estimate,
-        work_of(hand.core._run, first).predicted_at_turn,
-    ) == (100, 1)
+    assert work_of(hand.core._run, first).estimate == 100
+    assert work_of(hand.core._run, first).predicted_at_turn == 1
     assert work_of(hand.core._run, first).kv_token_steps == round(
         occupied(100, context=20, growth=1.0)
     )
@@ -195,10 +193,8 @@ def test_what_is_no_answer_to_the_question_changes_no_estimate(turn: int, remain
     hand = walk()
     before = work_of(hand.core._run, hand.of(FIRST)).estimate
     hand.predicted(FIRST, turn, remaining)
-    assert (
-        work_of(hand.core._run, hand.of(FIRST)).estimate,
-        work_of(hand.core._run, hand.of(FIRST)).predicted_at_turn,
-    ) == (before, -1)
+    assert work_of(hand.core._run, hand.of(FIRST)).estimate == before
+    assert work_of(hand.core._run, hand.of(FIRST)).predicted_at_turn == -1
     assert hand.stats.predicted_length is None
 
 
@@ -241,14 +237,10 @@ def test_before_a_prediction_the_estimate_is_that_of_the_domain(
     lengths.begin_attempt(hand.core._run, first)
     assert work_of(hand.core._run, first).estimate == estimate
     assert work_of(hand.core._run, first).last_output_tokens == 0
-    assert (work_of(hand.core._run, first).tool_s, work_of(hand.core._run, first).kv_resident) == (
-        0.0,
-        False,
-    )
-    assert (
-        work_of(hand.core._run, first).prediction_requested_for,
-        work_of(hand.core._run, first).predicted_at_turn,
-    ) == (-1, -1)
+    assert work_of(hand.core._run, first).tool_s == 0.0
+    assert work_of(hand.core._run, first).kv_resident is False
+    assert work_of(hand.core._run, first).prediction_requested_for == -1
+    assert work_of(hand.core._run, first).predicted_at_turn == -1
 
 
 def test_a_turn_that_outruns_the_estimate_is_assumed_half_done() -> None:

@@ -74,12 +74,8 @@ def test_a_world_begins_without_those_that_left_and_with_those_that_joined() -> 
 
 def test_an_engine_that_joined_gets_another_name_if_the_configuration_has_grown() -> None:
     state = state_of(engine(1, joined=True), engine(2, joined=True), next_number=3)
-    assert described(engines_to_start(grouped(2), state)) == [
-        ("e0", 1, 0),
-        ("e1", 1, 0),
-        ("e3", 1, 0),
-        ("e2", 1, 0),
-    ]
+    expected = [("e0", 1, 0), ("e1", 1, 0), ("e3", 1, 0), ("e2", 1, 0)]
+    assert described(engines_to_start(grouped(2), state)) == expected
     assert [slot.id for slot in engines_to_start(grouped(5), state)][5:] == ["e5", "e6"]
 
 
@@ -91,11 +87,8 @@ def test_an_engine_of_a_group_that_is_gone_joins_the_first() -> None:
 def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
     state = state_of(engine(4, degree=2), engine(5, degree=1, draining=True), next_number=7)
     state.membership.pending_degrees = [1, 2]
-    assert described(engines_to_start(planned(5), state)) == [
-        ("e4", 2, 0),
-        ("e7", 1, 0),
-        ("e8", 2, 0),
-    ]
+    expected = [("e4", 2, 0), ("e7", 1, 0), ("e8", 2, 0)]
+    assert described(engines_to_start(planned(5), state)) == expected
     for run_config in (planned(4), planned(8, least=4)):
         assert engines_to_start(run_config, state) == first_engines(run_config), "it fits no longer"
     assert engines_to_start(planned(5), State()) == first_engines(planned(5))
@@ -154,10 +147,8 @@ def test_a_world_without_an_engine_that_was_leaving_counts_its_departure() -> No
     state.membership.withdrawn = [EngineId("e0")]
     engines.start(run, (EngineSlot(id=EngineId("e0")), EngineSlot(id=EngineId("e2"))))
     assert state.counters.engines_left == 1
-    assert [(one.id, one.leaving, one.joined) for one in state.engines.values()] == [
-        ("e0", False, False),
-        ("e2", False, True),
-    ]
+    expected = [("e0", False, False), ("e2", False, True)]
+    assert [(one.id, one.leaving, one.joined) for one in state.engines.values()] == expected
     assert state.membership.withdrawn == ["e1"], "it has gone for good"
     assert state.membership.next_number == 3
 

@@ -147,10 +147,8 @@ def test_a_trajectory_keeps_its_engine_while_that_is_usable() -> None:
     assert work_of(run, longest).kv_resident
     (other,) = {E0, E1} - {home}
     assignment.assign_usable(run, longest, [home])
-    assert (work_of(run, longest).assigned_engine, work_of(run, longest).kv_resident) == (
-        other,
-        False,
-    )
+    expected = (other, False)
+    assert (work_of(run, longest).assigned_engine, work_of(run, longest).kv_resident) == expected
     assignment.assign_usable(run, longest, [home, other])
     assert work_of(run, longest).assigned_engine == home, (
         "both have failed it: its rank decides again"

@@ -11,13 +11,7 @@ from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from tests.support.core import (
-    ALLOCATION,
-    MODES,
-    SCHEDULINGS,
-    config,
-    run_with_lost_controllers,
-)
+from tests.support import core
 from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
@@ -190,10 +184,8 @@ def test_the_loss_of_the_trainer_is_blamed_on_no_relay() -> None:
         if driver.relay("r0").fetch is not None:
             driver.refuse("r0", "source")
         assert not of(driver.wait(1.0), c.RestartRelay)
-    assert [relay.restarts for relay in driver.chain.relays.values()] == [
-        0,
-        0,
-    ]
+    expected = [0, 0]
+    assert [relay.restarts for relay in driver.chain.relays.values()] == expected
 
 
 def test_a_relay_that_always_refuses_is_restarted() -> None:
@@ -305,10 +297,8 @@ def test_versions_that_engines_have_are_retained() -> None:
     driver.engines_up()
     serving(driver, "r0", "r1")
     commands = driver.publish_again()
-    assert [command.keep for command in of(commands, c.FetchWeights)] == [
-        (0,),
-        (0,),
-    ]
+    expected = [(0,), (0,)]
+    assert [command.keep for command in of(commands, c.FetchWeights)] == expected
     retried = driver.send(e.TrainerLost(epoch=1, error="killed")) + driver.send(
         e.TrainerReady(epoch=2, step=0)
     )
@@ -319,11 +309,11 @@ def test_versions_that_engines_have_are_retained() -> None:
 @settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(core.MODES),
     relays=st.integers(1, 5),
     failure=st.sampled_from([0.0, 0.02, 0.1]),
     hang=st.sampled_from([0.0, 0.0, 0.01]),
-    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
     allocation=st.booleans(),
     delta=st.booleans(),
     restarts=st.sampled_from([1, 100]),
@@ -340,11 +330,11 @@ def test_any_world_with_relays_ends_accounted_for(
     restarts: int,
 ) -> None:
     plans = allocation and mode != "decoupled"
-    run_config = config(
+    run_config = core.config(
         mode,
-        rollout=SCHEDULINGS[scheduling],
+        rollout=core.SCHEDULINGS[scheduling],
         engines={} if plans else {"count": 5},
-        allocation=ALLOCATION if plans else None,
+        allocation=core.ALLOCATION if plans else None,
         weights={"relays": relays},
         ablation={"changes": [] if delta else ["no_deltas"]},
         eval={"every": 2},
@@ -368,7 +358,7 @@ def test_any_world_with_relays_ends_accounted_for(
     sick=st.sets(st.sampled_from(["r0", "r1", "r2"]), min_size=1, max_size=2),
 )
 def test_machines_whose_relays_never_start_are_evicted(seed: int, sick: set[str]) -> None:
-    world = World(config("bounded", engines={"count": 4}, weights={"relays": 3}), seed)
+    world = World(core.config("bounded", engines={"count": 4}, weights={"relays": 3}), seed)
     world.dying_relays = sick
     finish = world.run()
     assert finish.error == ""
@@ -380,7 +370,7 @@ def test_machines_whose_relays_never_start_are_evicted(seed: int, sick: set[str]
 @settings(max_examples=examples(20))
 @given(
     seed=st.integers(0, 10_000),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(core.MODES),
     kills=st.lists(st.integers(5, 300), min_size=1, max_size=3),
     relays=st.integers(1, 3),
 )
@@ -388,9 +378,9 @@ def test_the_controller_may_be_lost_with_its_relays(
     seed: int, mode: str, kills: list[int], relays: int
 ) -> None:
     world = World(
-        config(mode, engines={"count": 3}, weights={"relays": relays}), seed, failure=0.01
+        core.config(mode, engines={"count": 3}, weights={"relays": relays}), seed, failure=0.01
     )
-    run_with_lost_controllers(world, kills)
+    core.run_with_lost_controllers(world, kills)
 
 
 def test_a_relays_timeout_starts_when_its_source_is_done() -> None:
@@ -477,11 +467,8 @@ def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     driver.publish()
     assert ways(driver.suspect("r0")) == {"r1": None}
     assert ways(driver.recover("r0")) == {}
-    assert [driver.source(relay) for relay in driver.chain.order] == [
-        None,
-        None,
-        "r1",
-    ]
+    expected = [None, None, "r1"]
+    assert [driver.source(relay) for relay in driver.chain.order] == expected
     for relay in driver.chain.order:
         driver.hold(relay, 0)
     assert ways(driver.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (

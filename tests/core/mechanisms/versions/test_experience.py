@@ -65,10 +65,8 @@ def test_a_group_is_seen_by_its_chosen_members() -> None:
     run = buffered((3, 0.5), (1, 2.0))
     views = pacing._views(run)
     assert [(one.id, one.arrived, one.initiated) for one in views] == [("b0", 0, 3), ("b1", 1, 1)]
-    assert [(one.rewards, one.tokens, one.ratio) for one in views] == [
-        ((0.0, 1.0), 20, 0.5),
-        ((0.0, 1.0), 40, 2.0),
-    ]
+    expected = [((0.0, 1.0), 20, 0.5), ((0.0, 1.0), 40, 2.0)]
+    assert [(one.rewards, one.tokens, one.ratio) for one in views] == expected
 
 
 def test_a_ratio_counts_under_the_weights_of_its_measurement() -> None:

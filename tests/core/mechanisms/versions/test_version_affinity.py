@@ -162,12 +162,8 @@ def test_a_version_only_in_a_checkpoint_is_loaded_from_there() -> None:
     hand.lose(E1)
     hand.join(E1)
     load = hand.loads[-1]
-    assert (load.engine_id, load.version, load.publication_id, load.from_checkpoint) == (
-        E1,
-        0,
-        0,
-        0,
-    )
+    expected = (E1, 0, 0, 0)
+    assert (load.engine_id, load.version, load.publication_id, load.from_checkpoint) == expected
     end_apart(hand, E1, orphans)
     assert state.counters.retried == {}
 

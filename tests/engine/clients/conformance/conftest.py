@@ -15,26 +15,20 @@ from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec
 from tests.engine.clients.conformance.backends import Connect, over_http
+from tests.support import engines
 from tests.support.echo_engine import EchoLoop
-from tests.support.engines import (
-    environment,
-    real_loop,
-    tiny_checkpoint,
-    vllm_checkpoint,
-    vllm_spec,
-)
 from tests.support.sglang import sglang_spec
 from tests.support.vllm_server import attached_spec, start_vllm_server
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return engines.tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_checkpoint(tmp_path_factory.mktemp("vllm"))
+    return engines.vllm_checkpoint(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +57,7 @@ async def connect(
     ) -> EngineClient | HttpEngine:
         server = None
         if kind == "vllm":
-            server = vllm_spec()
+            server = engines.vllm_spec()
         elif kind == "sglang":
             server = sglang_spec(tmp_path)
         elif kind == "attached":
@@ -80,7 +74,7 @@ async def connect(
         asyncio.get_running_loop().call_soon(model_ready.set_result, None)
         if "process" not in kind and server is None:
             link = in_thread(
-                spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready
+                spec, EchoLoop if "fake" in kind else engines.real_loop(), model_ready=model_ready
             )
         else:
             module = (
@@ -90,7 +84,7 @@ async def connect(
             )
             link = in_process(
                 spec,
-                spawn=child_of(module, env=environment()),
+                spawn=child_of(module, env=engines.environment()),
                 log=tmp_path / "logs" / "e0.log",
                 model_ready=model_ready,
             )
