@@ -1,5 +1,6 @@
 """A child that the tests' server forks starts as one that `Popen` starts."""
 
+import contextlib
 import json
 import os
 import resource
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.forking import Forked
+from tests.support import forking
+from tests.support.forking import Forked, Server
 
 STATE = """
 import json, locale, os, resource, signal, sys, tempfile, time
@@ -76,3 +78,17 @@ def test_a_forked_child_has_the_state_of_a_new_interpreter(env: dict[str, str]) 
     new, _ = started(subprocess.Popen, **env)
     assert forked == again == new
     assert not {*drawn} & {*drawn_again}, "each child draws its own random numbers"
+
+
+def test_the_server_imports_what_the_path_at_its_start_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree with a changed file is found by what the server imports before a fork."""
+    (tmp_path / "changed.py").write_text("import os\nOWN = os.getpid()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with contextlib.closing(Server()) as own:
+        monkeypatch.setattr(forking, "server", lambda: own)
+        program = "import changed, os, sys; print(changed.OWN == os.getpid(), sys.path)"
+        with Forked([sys.executable, "-c", program], stdout=-1, text=True) as child:
+            known, _, path = child.communicate()[0].partition(" ")
+    assert (known, eval(path).count(str(tmp_path))) == ("False", 1), "the server imported it"

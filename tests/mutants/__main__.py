@@ -106,9 +106,8 @@ def measured(package: str, arguments: argparse.Namespace) -> dict[str, object]:
     marks = "not slow and not extended and not cluster and not vllm"
     beside = package in BESIDE
     folder = ROOT / "packages" / package / "tests" if beside else ROOT / "tests" / package
-    with tempfile.TemporaryDirectory() as scratch:
-        options = ["-p", "no:randomly", "-p", "no:cacheprovider", "-m", marks, "-s", "--tb=no"]
-        pytest.main([*options, "--basetemp", scratch, str(folder)], plugins=[runner])
+    options = ["-p", "no:randomly", "-p", "no:cacheprovider", "-m", marks, "-s", "--tb=no"]
+    pytest.main([*options, str(folder)], plugins=[runner])
     if len(runner.results) < len(tried):
         sys.exit(f"the mutants of {package} were not tried to the end")
     survivors = [result.mutant for result in runner.results if result.killed_by is None]
@@ -121,6 +120,7 @@ def measured(package: str, arguments: argparse.Namespace) -> dict[str, object]:
         "tried": len(tried),
         "explained": len(drawn) - len(tried),
         "killed": killed,
+        "by a limit": sum(result.by_limit for result in runner.results),
         "seconds": round(sum(result.seconds for result in runner.results)),
     }
 
@@ -128,12 +128,12 @@ def measured(package: str, arguments: argparse.Namespace) -> dict[str, object]:
 def table(rows: Sequence[dict[str, object]]) -> str:
     """Return the numbers of the packages as a Markdown table."""
     lines = [
-        "| package | mutants | tried | explained | killed | share |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| package | mutants | tried | explained | killed | by a limit | share |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         share = f"{row['killed'] / row['tried']:.1%}" if row["tried"] else "-"
-        names = ("package", "mutants", "tried", "explained", "killed")
+        names = ("package", "mutants", "tried", "explained", "killed", "by a limit")
         lines.append("| " + " | ".join([*(f"{row[name]}" for name in names), share]) + " |")
     return "\n".join(lines)
 

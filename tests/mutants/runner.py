@@ -9,13 +9,16 @@ of links to the sources, which stands first in their PYTHONPATH.
 A mutant whose lines run in other processes only has all tests of the package in place
 of those of its lines, those of the file's own name first. A mutant counts as killed
 when a test fails, or when a test needs several times its processor time or its time.
+
+Each fork has a parent of its own, which adopts what the tests leave behind. It ends the
+fork after its limit, and then all that is left, whatever session that has moved to.
 """
 
 import ast
 import collections
 import contextlib
-import ctypes
 import dataclasses
+import functools
 import gc
 import hashlib
 import importlib
@@ -29,14 +32,18 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TypeVar
 
 import coverage
 import pytest
 
 from tests.mutants.mutations import Mutation, mutations
+from tests.support.forking import adopt_orphans
+from tests.support.processes import descendants
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
@@ -44,7 +51,10 @@ BESIDE = {"sim": ROOT / "packages/sim/src/rollweave_sim"}
 """Packages of further distributions that have mutants."""
 MEMORY = 4 << 30
 """Maximum number of bytes that the tests of a mutant may allocate."""
-PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+FIRST_LIMIT_S = 120.0
+"""Seconds until the first test must begin, and for a test that has never run."""
+ENDING_S = 10.0
+"""Seconds in which processes that are killed must end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +79,15 @@ class Mutant:
 
 @dataclasses.dataclass
 class Result:
-    """`killed_by` is the test that failed, or None; `tests` tests ran."""
+    """`killed_by` is the test that failed, or None; `tests` tests ran. `by_limit` tells
+    whether that test did not fail, but needed too much time.
+    """
 
     mutant: Mutant
     killed_by: str | None
     seconds: float
     tests: int
+    by_limit: bool
 
 
 class Runner:
@@ -120,8 +133,9 @@ class Runner:
             self._failed = report.nodeid
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._items = {item.nodeid: item for item in session.items}
+        # else each fork would empty the folder in which the others work
+        self._temporary = session.config._tmp_path_factory  # type: ignore[attr-defined]
         with tempfile.TemporaryDirectory() as scratch:
             self._scratch = Path(scratch)
             self._tests, self._cost = self._coverage()
@@ -129,19 +143,10 @@ class Runner:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(_module_of(source))
             self._functions = _functions_by_place()
+            gc.freeze()
             self._stdout = os.dup(1)
-            self._running: dict[int, tuple[Mutant, Path, float]] = {}
-            for number, mutant in enumerate(self._mutants):
-                if len(self._running) == self._jobs:
-                    self._wait()
-                folder = self._scratch / str(number)
-                folder.mkdir()
-                pid = os.fork()
-                if not pid:
-                    self._try(mutant, folder)
-                self._running[pid] = mutant, folder, time.monotonic()
-            while self._running:
-                self._wait()
+            for mutant, folder, status, seconds in self._done(self._mutants, self._try):
+                self._note(mutant, folder, status, seconds)
         return True
 
     def _coverage(self) -> tuple[dict[str, dict[int, set[str]]], dict[str, list[float]]]:
@@ -163,16 +168,20 @@ class Runner:
         tests: dict[str, dict[int, set[str]]] = {}
         cost: dict[str, list[float]] = {}
         self._cache.mkdir(exist_ok=True)
-        for path, items in modules.items():
+        places: dict[Path, Path] = {}
+        for path in modules:
             digest = hashlib.sha256(str(path).encode() + path.read_bytes() + shared.digest())
-            cached = self._cache / f"{path.stem}.{digest.hexdigest()[:16]}.json"
-            if not cached.exists():
-                pid = os.fork()
-                if not pid:
-                    with _ending_here():
-                        self._measure(items, cached)
-                if os.waitpid(pid, 0)[1]:
-                    sys.exit(f"the tests of {path} could not be measured")
+            places[path] = self._cache / f"{path.stem}.{digest.hexdigest()[:16]}.json"
+        missing = [path for path in modules if not places[path].exists()]
+
+        def measure(path: Path, folder: Path) -> None:
+            self._measure(modules[path], places[path], folder)
+
+        for path, folder, status, _ in self._done(missing, measure):
+            if status:
+                last = json.loads((folder / "report").read_text())[0]
+                sys.exit(f"the tests of {path} could not be measured: {last}, status {status}")
+        for cached in places.values():
             measured = json.loads(cached.read_text())
             cost |= measured["cost"]
             for file, lines in measured["tests"].items():
@@ -180,9 +189,37 @@ class Runner:
                     tests.setdefault(file, {}).setdefault(int(line), set()).update(names)
         return tests, cost
 
-    def _measure(self, items: Sequence[pytest.Item], cached: Path) -> None:
+    def _done(
+        self, works: Sequence[T], do: Callable[[T, Path], None]
+    ) -> Iterator[tuple[T, Path, int, float]]:
+        """Do each of the works in a fork, `jobs` of them at a time. Yield each work, as
+        it ends, with its folder, which is removed then, its wait status and seconds.
+        """
+        running: dict[int, tuple[T, Path, float]] = {}
+
+        def ended() -> Iterator[tuple[T, Path, int, float]]:
+            work, folder, begin = running.pop(os.wait()[0])
+            status = int((folder / "status").read_text())
+            yield work, folder, status, time.monotonic() - begin
+            shutil.rmtree(folder, ignore_errors=True)
+
+        for work in works:
+            if len(running) == self._jobs:
+                yield from ended()
+            folder = Path(tempfile.mkdtemp(dir=self._scratch))
+            pid = os.fork()
+            if not pid:
+                with _ending_here():
+                    self._temporary._basetemp = folder / "t"
+                    (folder / "t").mkdir()
+                    _contain(functools.partial(do, work, folder), folder)
+            running[pid] = work, folder, time.monotonic()
+        while running:
+            yield from ended()
+
+    def _measure(self, items: Sequence[pytest.Item], cached: Path, folder: Path) -> None:
         """Run the tests of a module without a mutant; a test that fails is left out."""
-        _use_tree(self._scratch / "tree", None)
+        _use_tree(folder, None)
         measure = coverage.Coverage(
             data_file=None,
             config_file=False,
@@ -194,6 +231,8 @@ class Runner:
         measure.start()
         for item in items:
             self._failed = None
+            (folder / "report").write_text(json.dumps([item.nodeid]))
+            _set_limit(folder, FIRST_LIMIT_S)
             measure.switch_context(item.nodeid)
             begin = time.process_time(), time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -226,36 +265,33 @@ class Runner:
 
         return sorted(names, key=lambda name: (-usefulness(name), name))
 
-    def _try(self, mutant: Mutant, folder: Path) -> NoReturn:
+    def _try(self, mutant: Mutant, folder: Path) -> None:
         """Run the tests of one mutant in this process, a fork."""
-        with _ending_here():
-            os.setsid()
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(null, stream)
-            self._failed = None
-            limit = _address_space() + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            report = folder / "report"
-            count, begin, killed_by = 0, time.monotonic(), None
-            try:
-                self._apply(mutant, folder)
-            except (ValueError, SyntaxError) as error:
-                killed_by = f"not a program: {error}"
-            for name in self._order(mutant):
-                if killed_by or time.monotonic() - begin > self._budget_s:
-                    break
-                item = self._items[name]
-                report.write_text(json.dumps([name, time.monotonic() - begin, count]))
-                cpu_s, elapsed_s = self._cost[name]
-                signal.setitimer(signal.ITIMER_PROF, 5 + 3 * cpu_s)
-                report.with_name("limit").write_text(str(time.monotonic() + 20 + 5 * elapsed_s))
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-                count += 1
-                killed_by = self._failed
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            report.write_text(json.dumps([killed_by, time.monotonic() - begin, count]))
-        raise AssertionError
+        os.dup2(0, 1)
+        os.dup2(0, 2)
+        self._failed = None
+        limit = _address_space() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        report = folder / "report"
+        count, begin, killed_by = 0, time.monotonic(), None
+        report.write_text(json.dumps(["the start", 0.0, 0]))
+        try:
+            self._apply(mutant, folder)
+        except (ValueError, SyntaxError) as error:
+            killed_by = f"not a program: {error}"
+        for name in self._order(mutant):
+            if killed_by or time.monotonic() - begin > self._budget_s:
+                break
+            item = self._items[name]
+            report.write_text(json.dumps([name, time.monotonic() - begin, count]))
+            cpu_s, elapsed_s = self._cost[name]
+            signal.setitimer(signal.ITIMER_PROF, 5 + 3 * cpu_s)
+            _set_limit(folder, 20 + 5 * elapsed_s)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            count += 1
+            killed_by = self._failed
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        report.write_text(json.dumps([killed_by, time.monotonic() - begin, count]))
 
     def _apply(self, mutant: Mutant, folder: Path) -> None:
         path = Path(*place_of(mutant.file))
@@ -270,38 +306,72 @@ class Runner:
                     for function in self._functions.get(place, ()):
                         function.__code__ = code
 
-    def _wait(self) -> None:
-        """Wait for the end of one mutant, and end those that are beyond their limit."""
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in self._running:
-                break
-            if not pid:
-                for group, (_, folder, _) in self._running.items():
-                    with contextlib.suppress(OSError, ValueError):
-                        if time.monotonic() > float((folder / "limit").read_text()):
-                            os.kill(group, signal.SIGKILL)
-                time.sleep(0.02)
-        mutant, folder, begin = self._running.pop(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        report = folder / "report"
-        if os.WIFEXITED(status) and status and not report.exists():
-            sys.exit(f"could not try {mutant}")
-        killed_by, seconds, tests = json.loads(report.read_text())
-        shutil.rmtree(folder, ignore_errors=True)
+    def _note(self, mutant: Mutant, folder: Path, status: int, elapsed_s: float) -> None:
+        """Add the result of a mutant, and print it."""
+        killed_by, seconds, tests = "a test that deletes its folder", 0.0, 1
+        with contextlib.suppress(FileNotFoundError):
+            killed_by, seconds, tests = json.loads((folder / "report").read_text())
+        by_limit = False
         if os.WIFSIGNALED(status):
-            killed_by = f"{killed_by} ({signal.Signals(os.WTERMSIG(status)).name})"
+            number = signal.Signals(os.WTERMSIG(status))
+            by_limit = number in (signal.SIGPROF, signal.SIGKILL)
+            killed_by = f"{killed_by} ({number.name})"
         elif status:  # the mutant broke the process in which the test runs
             killed_by = f"{killed_by} (status {os.WEXITSTATUS(status)})"
         elif killed_by is not None:
             self._kills[mutant.file][killed_by] += 1
-        self.results.append(Result(mutant, killed_by, seconds, tests))
+        self.results.append(Result(mutant, killed_by, seconds, tests, by_limit))
         verdict = "killed" if killed_by else "survived" if tests else "not covered"
         head = f"[{len(self.results)}/{len(self._mutants)}] {verdict}"
-        times = f"{seconds:.1f} s, {time.monotonic() - begin:.1f} s in all, {tests} tests"
+        times = f"{seconds:.1f} s, {elapsed_s:.1f} s in all, {tests} tests"
         line = f"{head} ({times}) {mutant}" if not killed_by else f"{head} ({times}) by {killed_by}"
         os.write(self._stdout, (line + "\n").encode())
+
+
+def _contain(do: Callable[[], None], folder: Path) -> None:
+    """Do something in a fork that ends at the limit in `folder`, and end all processes
+    that it leaves. Write its wait status to the file `status`.
+    """
+    adopt_orphans(True)
+    limit = time.monotonic() + FIRST_LIMIT_S
+    worker = os.fork()
+    if not worker:
+        adopt_orphans(False)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # as pytest does if it captures
+        with _ending_here():
+            do()
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == worker:
+            break
+        if not pid:
+            with contextlib.suppress(OSError, ValueError):  # a mutant may delete the file
+                limit = float((folder / "limit").read_text())
+            if time.monotonic() > limit:
+                os.kill(worker, signal.SIGKILL)
+            time.sleep(0.02)
+    folder.mkdir(exist_ok=True)
+    (folder / "status").write_text(str(status))
+    _end_descendants()
+
+
+def _set_limit(folder: Path, seconds: float) -> None:
+    (folder / "limit").write_text(str(time.monotonic() + seconds))
+
+
+def _end_descendants() -> None:
+    """Kill and reap all descendants, of which this process adopts the orphans."""
+    deadline = time.monotonic() + ENDING_S
+    while time.monotonic() < deadline:
+        for child in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
 
 
 def _use_tree(folder: Path, changed: tuple[str, str] | None) -> None:

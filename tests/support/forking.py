@@ -151,7 +151,7 @@ class Server:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        env = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+        env = dict(os.environ)
         self.read_at_start = read_at_start(env)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -381,7 +381,8 @@ def main() -> None:
     parent_pid = int(sys.argv[2])
     numbered = fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_SPARE_FD)
     control.close()
-    paths = sys.path[1:]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [path for path in sys.path[1:] if path not in added]
     output = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
     run(serve(socket.socket(fileno=numbered), parent_pid), paths, output)
 
