@@ -208,3 +208,11 @@ async def test_discards_registrations_that_break_the_present_rules(tmp_path: Pat
         assert "127.0.0.1:9" in warning.message
         assert SECRET not in warning.message
     assert holders_of(SECRET, tmp_path / "service") == []
+
+
+def test_tokens_are_known_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    tokens = engines.EngineTokens(tmp_path / "tokens")
+    for name, token in (("x0", "a"), ("x1", "b"), ("x0", "")):
+        tokens.put(name, token)
+        assert tokens.get(name) == token
+    assert engines.EngineTokens(tmp_path / "tokens")._tokens == {"x1": "b"}

@@ -43,19 +43,13 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 async def test_a_handler_runs_a_rollout(tmp_path: Path) -> None:
     member = await rollout(tmp_path)
-    assert (member["stop_reason"], member["result"]["reward"], member["result"]["success"]) == (
-        "finished",
-        1.0,
-        True,
-    )
+    assert member["stop_reason"] == "finished"
+    assert member["result"]["reward"] == 1.0
+    assert member["result"]["success"] is True
     assert json.loads(member["result"]["result"]) == {"git_patch": "here\nsandbox\n"}
     (sequence,) = member["result"]["sequences"]
-    assert [segment["kind"] for segment in sequence["segments"]] == [
-        "prompt",
-        "output",
-        "observation",
-        "output",
-    ]
+    expected = ["prompt", "output", "observation", "output"]
+    assert [segment["kind"] for segment in sequence["segments"]] == expected
 
 
 @pytest.mark.parametrize("env", mostly_extended(["math_tool", "stem"], {"math_tool"}))
@@ -87,11 +81,8 @@ async def test_a_failure_gives_no_reward(
 ) -> None:
     member = await rollout(tmp_path, fault=fault)
     result = member["result"]
-    assert (member["stop_reason"], result["reward"], result["blame"]) == (
-        reason,
-        None,
-        "environment",
-    )
+    expected = (reason, None, "environment")
+    assert (member["stop_reason"], result["reward"], result["blame"]) == expected
     assert text in result["error"]
 
 

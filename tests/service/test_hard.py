@@ -7,31 +7,21 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
 import pytest
 
-from rollweave.core.core import Core
 from rollweave.engine.clients.base import Generates
 from rollweave.engine.clients.transport import OnRetry
-from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import Replay, RunJournal
-from rollweave.record.store import TrajectoryStore
-from rollweave.schema.base import TaskId, TrajectoryId
-from rollweave.schema.commands import Deliver
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, Error, RolloutRequest
-from rollweave.schema.work import StopReason, Task
-from rollweave.service import rollouts
 from rollweave.service.client import RolloutClient
-from rollweave.service.engines import EngineTokens
-from rollweave.service.jobs import Job, JobStore
-from rollweave.service.service import Service
 from tests.service.api import call, game, get, status_of, submit, wait_until
 from tests.support.fake_runs import ROOT, run_dir, turns_done, until_turns_done
 from tests.support.mounts import can_mount
@@ -94,17 +84,6 @@ async def test_accepts_one_of_several_concurrent_requests_with_the_same_id(tmp_p
         assert sorted(answers) == [202] + [409] * 7
 
 
-async def test_concurrent_requests_do_not_exceed_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollouts, "QUEUE", 10)
-    config = service_config(tmp_path)
-    with serving(config, registered=True) as service:
-        requests = [submit(service, index=None, payload={}) for _ in range(200)]
-        answers = [status for status, _, _ in await asyncio.gather(*requests)]
-        assert (answers.count(202), answers.count(429)) == (10, 190)
-
-
 def drawing(directory: Path, **options: Any) -> Any:
     options = {"log": str(directory / "log"), "gate": str(directory / "gate"), **options}
     return service_config(directory, task={"env": DRAWN}, options=options)
@@ -128,12 +107,8 @@ async def test_tasks_are_drawn_one_at_a_time_even_if_a_client_disconnects(tmp_pa
             await call(service, "GET", "/health")
         (tmp_path / "gate").touch()
         assert (await next_one)[0] == 202
-        assert (tmp_path / "log").read_text().split("\n")[:4] == [
-            "begin 0",
-            "end 0",
-            "begin 1",
-            "end 1",
-        ]
+        expected = ["begin 0", "end 0", "begin 1", "end 1"]
+        assert (tmp_path / "log").read_text().split("\n")[:4] == expected
         assert await status_of(service, "GET", "/v1/rollouts/left") == 404
 
 
@@ -158,58 +133,6 @@ async def test_refuses_a_task_that_cannot_be_serialized(
         assert (status, body["error"]["type"]) == (400, "invalid")
         assert "make_task must return a Task" in body["error"]["message"]
         assert (await get(service, "/health"))["submitted"] == 0
-
-
-async def test_unfinished_requests_are_bounded_in_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollouts, "QUEUE_MB", 1)
-    config = service_config(tmp_path)
-    with serving(config, registered=True) as service:
-        # the payload is in the request and in its task
-        large = {"handler": "game", "payload": {"x": "x" * 200_000}}
-        answers = [
-            await call(service, "POST", "/v1/rollouts", {**large, "id": f"b{i}"}) for i in range(4)
-        ]
-        assert [status for status, _, _ in answers] == [202, 202, 429, 429]
-        assert "at most 1 MiB" in answers[-1][1]["error"]["message"]
-        assert (await submit(service, id="small"))[0] == 202
-        await call(service, "DELETE", "/v1/rollouts/b0")
-        await call(service, "GET", "/v1/rollouts/b0?wait=30")
-        assert await status_of(service, "POST", "/v1/rollouts", {**large, "id": "b2"}) == 202
-
-
-async def test_waiting_for_many_members_wakes_once(tmp_path: Path) -> None:
-    class Counting(JobStore):
-        lookups = 0
-
-        def find(self, job_id: str) -> Job | None:
-            self.lookups += 1
-            return super().find(job_id)
-
-    config, jobs = service_config(tmp_path), Counting(Path(":memory:"))
-    world: Any = SimpleNamespace(core=Core(config), pump=SimpleNamespace(post=lambda *_: None))
-    with TrajectoryStore(tmp_path / "store") as store:
-        tokens = EngineTokens(tmp_path / "tokens")
-        service = Service(config, jobs=jobs, tokens=tokens, source=TaskSource(config), store=store)
-        service.world.world = world
-        request = RolloutRequest(handler="game", id="x", index=0, members=20)
-        jobs.add([("x", request, Task(id=TaskId("t"), env="game", seed=0))], max_bytes=1 << 20)
-        waiting = asyncio.create_task(service.rollouts.wait("x", 30.0))
-        for member in range(20):
-            await asyncio.sleep(0)
-            reason = StopReason.CANCELLED
-            service.delivered(
-                Deliver(
-                    trajectory_id=TrajectoryId(f"r1.{member}"),
-                    attempt=0,
-                    stop_reason=reason,
-                    started=False,
-                )
-            )
-        assert (await waiting).state == "done"
-    assert jobs.lookups == 2, "once for the call, once for its answer"
-    jobs.close()
 
 
 # Connections.
@@ -332,34 +255,6 @@ def test_directory_errors_name_no_option_of_another_command(tmp_path: Path) -> N
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=r"got the file .*/file$"):
             Serving(service_config(tmp_path, run={"name": "x", "dir": str(place)})).stop()
-
-
-@pytest.mark.extended
-async def test_deletes_segments_without_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollouts, "KEPT_RESULTS", 2)
-    config = service_config(tmp_path)
-    store, segment_head = run_dir(config) / "trajectories", b""
-    for start in range(4):
-        if start:
-            (store / f"{start:06d}.bin").write_bytes(
-                segment_head
-            )  # as if the previous segment had been full
-        with serving(config) as service:
-            for name in (f"a{start}", f"b{start}"):
-                await submit(service, id=name)
-                await call(service, "GET", f"/v1/rollouts/{name}?wait=30")
-            before = await status_of(service, "GET", "/v1/rollouts/b0")
-            assert before == (404 if start else 200)
-            assert (await get(service, f"/v1/rollouts/a{start}"))["members"][0][
-                "result"
-            ] is not None
-        segment_head = (store / "000000.bin").read_bytes()[:8] if not start else segment_head
-        numbers = sorted(int(path.stem) for path in store.glob("*.bin"))
-        assert numbers == list(range(max(0, start - 1), start + 1)), (
-            "the segment at the start, and the new one"
-        )
 
 
 async def test_unrecorded_results_are_delivered_again_after_a_restart(tmp_path: Path) -> None:

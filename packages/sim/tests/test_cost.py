@@ -339,3 +339,40 @@ def test_refuses_trainers_without_memory_for_their_state(gpus, shape, least):
     ):
         trainer(gpus, shape)
     trainer(least, shape)
+
+
+def test_weights_and_checkpoints_take_their_bytes_over_their_link():
+    shape = model("qwen3-8b")
+    pcie, rdma, size = link("pcie"), 8 * 40e9, shape.weight_bytes
+    lane = pcie.bytes_per_s * cost.LINK_EFFICIENCY
+    assert trainer().hop_s(share=0.25) == pytest.approx(0.25 * size / rdma + 5e-6)
+    assert trainer().lag_s() == pytest.approx(cost.CHUNK_BYTES / rdma + 5e-6)
+    for engines, tp, lanes in ((1, 2, 2), (8, 2, 1), (2, 4, 4)):
+        expected = pytest.approx(size / (lanes * lane) + pcie.latency_s)
+        assert trainer().beside_s(engines=engines, tp=tp) == expected
+        assert trainer().swap_s(engines=engines, tp=tp) == expected
+    for gpus, machines, lanes in ((4, 1, 4), (8, 1, 8), (12, 2, 8)):
+        copied = 14 * shape.parameters / machines / (lanes * lane)
+        assert trainer(gpus).copy_s() == pytest.approx(copied + pcie.latency_s)
+    assert trainer().saved_s(engines=3) == pytest.approx(3 * 4 * shape.parameters / 4e9)
+    moved = 700 * shape.kv_bytes_per_token / (2 * 40e9)
+    assert engine(tp=2).move_s(700) == pytest.approx(moved + 5e-6)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 5])
+def test_engines_that_share_gpus_have_equal_parts(engines):
+    alone = engine()
+    shared = cost.SharedCost(alone, engines=engines)
+    step = {"prefill_tokens": 40, "prefill_context": 900, "decode": 3, "decode_context": 70}
+    assert shared.kv_tokens == alone.kv_tokens // engines
+    assert shared.step_s(**step) == engines * alone.step_s(**step)
+    steps = {"decode": 3, "decode_context": 70, "steps": 9}
+    assert shared.decode_s(**steps) == engines * alone.decode_s(**steps)
+    assert shared.move_s(55) == alone.move_s(55)
+
+
+def test_weights_travel_between_sites_as_slowly_as_their_link():
+    assert cost.slowdown_between_sites("rdma") == 1.0
+    slow = link("ethernet").bytes_per_s
+    assert cost.slowdown_between_sites("ethernet") == pytest.approx(8 * 50e9 / slow)
+    assert cost.sum_of_line((2.0, 3.0), 4, 7) == 14.0 + 17.0 + 20.0

@@ -165,7 +165,7 @@ class RolloutManager:
         # what calls wait for: the end of a job, by its number, or any completion
         self._awaited: dict[int, asyncio.Event] = {}
         # the segment that the store was writing when unused ones were deleted last
-        self._pruned_segment = -1
+        self._pruned_segment: int | None = None
         # members that are accepted, or about to be, and not yet in the core's queue
         self._submitting = 0
         self._cancelling: set[str] = set()

@@ -13,23 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rollweave.core.policy.dapo import DapoRule
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.service import RolloutRequest
-from rollweave.schema.work import SegmentKind
+from rollweave.schema.service import RolloutRequest, RolloutStatus
+from rollweave.schema.work import SegmentKind, StopReason
 from rollweave.service import rollouts
-from rollweave.service.adapters.dapo import (
-    DapoBatch,
-    DapoBatches,
-    DapoError,
-    DapoRollouts,
-    TasksOverError,
-)
+from rollweave.service.adapters import dapo
 from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
 from tests.service.api import get, wait_until
+from tests.service.results import done, result
 from tests.support.accounts import balances
 from tests.support.rollout_service import Program, Serving, service_config, serving
+from tests.support.virtual_time import run_virtually
 
 GOOD, SAME = [0.0, 1.0], [1.0, 1.0]
 
@@ -47,7 +44,7 @@ def endless(prefix: str, *kinds: list[Any]) -> Iterator[RolloutRequest]:
     return (draw(f"{prefix}{number}", kinds[number % len(kinds)]) for number in itertools.count())
 
 
-def names(batch: DapoBatch) -> list[str]:
+def names(batch: dapo.DapoBatch) -> list[str]:
     return [group.request.payload["name"] for group in batch.groups if group.request.payload]
 
 
@@ -61,10 +58,10 @@ RULE = DapoRule(groups=2, group_size=2, under_way=4, staleness=1)
 @contextlib.asynccontextmanager
 async def batches_of(
     service: Serving | Program, tasks: Iterator[RolloutRequest], rule: DapoRule
-) -> AsyncIterator[DapoBatches]:
+) -> AsyncIterator[dapo.DapoBatches]:
     async with (
         RolloutClient(service.address) as client,
-        DapoBatches(client, tasks, rule) as batches,
+        dapo.DapoBatches(client, tasks, rule) as batches,
     ):
         yield batches
 
@@ -88,11 +85,9 @@ async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -
                 used |= set(names(batch))
                 assert balances(batches.account)
             assert all(int(name[1:]) % 2 == 0 for name in used)
-            assert (batches.account.used, batches.account.filtered > 0, batches.account.failed) == (
-                12,
-                True,
-                0,
-            )
+            assert batches.account.used == 12
+            assert batches.account.filtered > 0
+            assert batches.account.failed == 0
         assert (batches.account.carried, balances(batches.account)) == (0, True)
         await wait_until(service, "/health", is_idle)
 
@@ -129,7 +124,7 @@ async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Pat
             waiting = asyncio.create_task(batches.next(version=1))
             gate.touch()
             with pytest.raises(
-                TasksOverError, match="only 1 of the 2 groups of a batch are informative"
+                dapo.TasksOverError, match="only 1 of the 2 groups of a batch are informative"
             ):
                 await waiting
             assert (batches.account.carried, batches.account.used) == (1, 2)
@@ -189,7 +184,7 @@ async def test_fails_if_a_batch_can_never_be_full(
         rule = DapoRule(groups=1, group_size=2, under_way=2, staleness=1)
         async with batches_of(service, endless("g", kind), rule) as batches:
             for _ in range(2):
-                with pytest.raises(DapoError, match=message):
+                with pytest.raises(dapo.DapoError, match=message):
                     await batches.next(version=0)
             await wait_until(service, "/health", is_idle)
 
@@ -226,19 +221,6 @@ async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_por
         program.terminate()
 
 
-async def test_fails_if_no_service_answers_within_patience(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollweave.service.client.MAX_BACKOFF_S", 0.2)
-    address = f"http://127.0.0.1:{unused_tcp_port}"
-    async with (
-        RolloutClient(address) as client,
-        DapoBatches(client, endless("j", GOOD), RULE, patience_s=0.0) as batches,
-    ):
-        with pytest.raises(NoServiceError, match="answers"):
-            await batches.next(version=0)
-
-
 async def test_raises_the_error_of_a_wrong_task(tmp_path: Path) -> None:
     def broken() -> Iterator[RolloutRequest]:
         yield draw("k", GOOD)
@@ -247,10 +229,10 @@ async def test_raises_the_error_of_a_wrong_task(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:
             wrong = itertools.repeat(RolloutRequest(handler="nobody", index=0))
-            async with DapoBatches(client, wrong, RULE) as batches:
+            async with dapo.DapoBatches(client, wrong, RULE) as batches:
                 with pytest.raises(ServiceError, match="handler must be one of game"):
                     await batches.next(version=0)
-            async with DapoBatches(client, broken(), RULE) as batches:
+            async with dapo.DapoBatches(client, broken(), RULE) as batches:
                 with pytest.raises(LookupError, match="no tasks here"):
                     await batches.next(version=0)
         await wait_until(service, "/health", is_idle)
@@ -263,12 +245,12 @@ async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path) -> Non
     with serving(config(tmp_path)) as service:
         for pauses in range(8):
             async with RolloutClient(service.address) as client:
-                batches = DapoBatches(client, tasks, rule)
+                batches = dapo.DapoBatches(client, tasks, rule)
                 waiting = asyncio.create_task(batches.next(version=0))
                 for _ in range(pauses * pauses):
                     await asyncio.sleep(0)
                 await batches.close()
-                with pytest.raises(DapoError, match="closed"):
+                with pytest.raises(dapo.DapoError, match="closed"):
                     await waiting
                 await wait_until(service, "/health", is_idle)
                 assert (batches.account.carried, balances(batches.account)) == (0, True)
@@ -276,7 +258,7 @@ async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path) -> Non
 
 def test_batches_without_an_event_loop(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
-        with DapoRollouts(service.address, endless("m", SAME, GOOD), RULE) as batches:
+        with dapo.DapoRollouts(service.address, endless("m", SAME, GOOD), RULE) as batches:
             for version in range(3):
                 assert len(batches.next(version=version).groups) == 2
             assert balances(batches.account)
@@ -289,7 +271,7 @@ def test_leaving_closes_the_client_although_closing_the_batches_is_interrupted(
     left: list[RolloutClient] = []
     leave = RolloutClient.__aexit__
 
-    async def interrupted(_: DapoBatches) -> None:
+    async def interrupted(_: dapo.DapoBatches) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         await asyncio.Event().wait()
 
@@ -297,21 +279,134 @@ def test_leaving_closes_the_client_although_closing_the_batches_is_interrupted(
         await leave(client)
         left.append(client)
 
-    monkeypatch.setattr(DapoBatches, "close", interrupted)
+    monkeypatch.setattr(dapo.DapoBatches, "close", interrupted)
     monkeypatch.setattr(RolloutClient, "__aexit__", recorded)
     with (
         pytest.raises(KeyboardInterrupt),
-        DapoRollouts(f"http://127.0.0.1:{unused_tcp_port}", iter(()), RULE),
+        dapo.DapoRollouts(f"http://127.0.0.1:{unused_tcp_port}", iter(()), RULE),
     ):
         pass
     assert len(left) == 1
 
 
-async def test_an_invalid_task_ends_a_pending_next(tmp_path: Path) -> None:
-    """The task is drawn when another group is done, while `next` is pending."""
-    tasks: Any = iter([*(draw(f"e{number}", SAME) for number in range(4)), {"handler": "game"}])
-    with serving(config(tmp_path)) as service:
-        async with batches_of(service, tasks, RULE) as batches:
-            with pytest.raises(TypeError, match="tasks must be of RolloutRequest"):
+# A client in place of services.
+
+
+class Scripted:
+    """Returns, or raises, what `answers` has for each request, and notes its time."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.requests = list(answers), list[RolloutRequest]()
+        self.times = list[float]()
+
+    async def rollout(self, request: RolloutRequest) -> RolloutStatus:
+        self.requests.append(request)
+        self.times.append(asyncio.get_running_loop().time())
+        answer = self.answers.pop(0) if self.answers else asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+def ended(*rewards: float | None) -> RolloutStatus:
+    """Return a rollout whose members have these rewards, or failed, or never began."""
+    lost = {number: StopReason.ENV_ERROR for number, one in enumerate(rewards) if one is None}
+    results = [
+        result(lost.get(number, StopReason.FINISHED), reward=reward, error=f"lost {number}")
+        for number, reward in enumerate(rewards)
+    ]
+    members = (*map(done, results), done(None))
+    return RolloutStatus(id="x", handler="game", state="done", members=members)
+
+
+def scripted(
+    tasks: Any, *answers: Any, patience_s: float = 10.0, under_way: int = 1
+) -> tuple[dapo.DapoBatches, Scripted]:
+    rule = DapoRule(groups=1, group_size=2, under_way=under_way, staleness=1)
+    client: Any = Scripted(*answers)
+    return dapo.DapoBatches(client, tasks, rule, patience_s=patience_s), client
+
+
+def refused(status: int) -> ServiceError:
+    return ServiceError(status, "", f"status {status}")
+
+
+def test_a_rollout_that_the_service_lost_fails_alone() -> None:
+    async def run() -> None:
+        batches, client = scripted(
+            iter([draw("a", []), draw("b", []), replace(draw("c", []), id="own", members=9)]),
+            refused(410),
+            refused(500),
+            ended(1.0, None, 0.0),
+        )
+        batch = await batches.next(version=4)
+        assert [group.rewards for group in batch.groups] == [[1.0, 0.0]]
+        assert (batch.version, batch.groups[0].version, batches.account.failed) == (4, 4, 2)
+        assert batches._last_failure == "env_error: lost 1"
+        assert [request.members for request in client.requests] == [2, 2, 2]
+        ids = [request.id for request in client.requests]
+        assert ids == [f"{batches._name}/0", f"{batches._name}/1", "own"]
+        with pytest.raises(
+            dapo.TasksOverError, match="only 0 of the 1 groups of a batch are inform"
+        ):
+            await batches.next(version=5)
+
+    run_virtually(run())
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 413])
+def test_a_refusal_ends_the_batches_once_and_for_all(status: int) -> None:
+    async def run() -> None:
+        batches, client = scripted(endless("a", GOOD), refused(status))
+        for _ in range(2):
+            with pytest.raises(ServiceError, match=f"status {status}"):
                 await batches.next(version=0)
-            assert balances(batches.account)
+        assert len(client.requests) == 1
+
+    run_virtually(run())
+
+
+@pytest.mark.parametrize(("patience_s", "attempts"), [(0.0, 1), (3.0, 4), (3.5, 5)])
+def test_a_silent_service_is_tried_every_second_until_patience_ends(
+    patience_s: float, attempts: int
+) -> None:
+    async def run() -> list[float]:
+        await asyncio.sleep(5.0)
+        silent = [NoServiceError("none answers")] * 9
+        batches, client = scripted(endless("a", GOOD), *silent, patience_s=patience_s)
+        with pytest.raises(NoServiceError, match="none answers"):
+            await batches.next(version=0)
+        return client.times
+
+    assert run_virtually(run()) == [5.0 + number for number in range(attempts)]
+
+
+def test_only_one_batch_may_be_awaited_and_closing_ends_the_wait() -> None:
+    async def run() -> None:
+        batches, client = scripted(endless("a", GOOD), under_way=3)
+        pending = asyncio.create_task(batches.next(version=0))
+        await asyncio.sleep(1.0)
+        with pytest.raises(RuntimeError, match="only one call of next may be pending"):
+            await batches.next(version=0)
+        assert (len(client.requests), len(batches._rollouts)) == (3, 3)
+        await batches.close()
+        with pytest.raises(dapo.DapoError, match=r"^the batches are closed$"):
+            await pending
+        assert (batches._rollouts, batches._stopping, len(asyncio.all_tasks())) == ({}, set(), 1)
+
+    run_virtually(run())
+
+
+@pytest.mark.parametrize("under_way", [1, 2])
+def test_what_is_no_request_ends_the_batches(under_way: int) -> None:
+    """With one group at a time, it is drawn when that is done, while `next` waits."""
+
+    async def run() -> None:
+        tasks = iter([draw("a", []), "a task"])
+        batches, _ = scripted(tasks, ended(1.0, 1.0), under_way=under_way)
+        with pytest.raises(TypeError, match=r"tasks must be of RolloutRequest, got 'a task'"):
+            await batches.next(version=0)
+        assert balances(batches.account)
+        assert not batches._rollouts
+
+    run_virtually(run())

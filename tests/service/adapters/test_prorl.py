@@ -4,15 +4,36 @@ and batches of a NeMo-RL client.
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import aiohttp
+import msgspec
 import pytest
 
-from rollweave.service.adapters.prorl import task_domain
+from rollweave.schema.address import Hosts
+from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.service import MemberStatus, RolloutRequest
+from rollweave.schema.work import (
+    SegmentKind,
+    StopReason,
+    Timing,
+)
+from rollweave.service.adapters import prorl
+from rollweave.service.adapters.prorl import (
+    Address,
+    Process,
+    ProRL,
+    UnknownJobError,
+    _request,
+    task_domain,
+)
+from rollweave.service.base import FullError, GoneError, UnknownError
 from rollweave.service.engines import backend_factory
 from tests.service.api import call, get, wait_until
+from tests.service.results import done, result
 from tests.support.rollout_service import Serving, service_config, serving
+from tests.support.sequences import sequence
 from tests.support.services import elsewhere, registered
 
 
@@ -60,11 +81,8 @@ async def test_runs_the_requests_of_a_client(tmp_path: Path) -> None:
         for number, (status, answer) in enumerate(answers):
             assert status == 200
             assert (answer["instance_id"], answer["trajectory_id"]) == (f"i{number}", f"t{number}")
-            assert (answer["success"], answer["finish"], answer["critical_error"]) == (
-                True,
-                True,
-                None,
-            )
+            expected = (True, True, None)
+            assert (answer["success"], answer["finish"], answer["critical_error"]) == expected
             assert answer["timing"]["counted_elapsed"] >= answer["timing"]["run_time"] > 0
             spoken = [message for message in answer["messages"] if message["role"] == "assistant"]
             assert len(spoken) == 2
@@ -88,17 +106,11 @@ async def test_cancels_jobs_by_id_by_disconnecting_and_by_stopping(tmp_path: Pat
         await post(service, "/start")
         named = asyncio.create_task(post(service, "/process", job(0, job_id="one")))
         await wait_until(service, "/health", lambda health: health["run"] == 1)
-        assert await post(service, "/cancel", {"job_id": "one"}) == (
-            200,
-            {"status": "Job one canceled successfully"},
-        )
+        wanted = (200, {"status": "Job one canceled successfully"})
+        assert await post(service, "/cancel", {"job_id": "one"}) == wanted
         status, answer = await named
-        assert (status, answer["success"], answer["finish"], answer["filter"]) == (
-            200,
-            False,
-            False,
-            False,
-        )
+        expected = (200, False, False, False)
+        assert (status, answer["success"], answer["finish"], answer["filter"]) == expected
         assert (await post(service, "/cancel", {"job_id": "one"}))[0] == 404
         leaving = asyncio.create_task(post(service, "/process", job(1)))
         await wait_until(service, "/health", lambda health: health["run"] == 1)
@@ -136,24 +148,6 @@ async def test_refuses_invalid_requests_in_prorls_form(tmp_path: Path) -> None:
             session.post(service.address + "/process", **request_arguments) as answer,
         ):
             assert answer.status == 400
-
-
-async def test_a_failure_is_reported_and_filtered(tmp_path: Path) -> None:
-    config = service_config(
-        tmp_path,
-        task={"env": "tests.service.broken:Broken", "tag": "game"},
-        options={"stage": "reset"},
-    )
-    with serving(config) as service:
-        await post(service, "/start")
-        status, answer = await post(service, "/process", job(0))
-        assert (status, answer["success"], answer["critical_error"], answer["filter"]) == (
-            200,
-            False,
-            "init",
-            True,
-        )
-        assert "broken on purpose" in answer["error"]
 
 
 NEMO_RL: dict[str, Any] = {
@@ -211,3 +205,171 @@ def test_maps_prorls_handler_names_to_task_domains() -> None:
     assert task_domain("swebench", {"own": "my:Agent"}) == "own"
     assert task_domain("swebench", {"own": "my:Agent", "other": "my:Agent"}) == "swebench"
     assert task_domain("none", {"own": "my:Agent"}) == "none"
+
+
+# Results.
+
+
+class Letters:
+    """Decodes token 100 to an a, and what the agent says to capitals."""
+
+    def decode(self, tokens: tuple[int, ...]) -> str:
+        return "".join(chr(token - 3) for token in tokens)
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        return self.decode(tokens).upper()
+
+
+OUTPUT, READ = SegmentKind.OUTPUT, SegmentKind.OBSERVATION
+TURNS = sequence([(SegmentKind.PROMPT, 2), (READ, 1), (OUTPUT, 1), (OUTPUT, 2), (READ, 1)])
+
+
+def ended(reason: StopReason, **fields: Any) -> MemberStatus:
+    timing = Timing(init_s=1.0, run_s=2.0, eval_s=4.0, queue_s=8.0)
+    return done(result(reason, **{"sequences": (TURNS,), "timing": timing, **fields}))
+
+
+def result_of(member: MemberStatus, **params: Any) -> dict[str, Any]:
+    api = ProRL(cast(Any, None), codec=cast(Any, Letters()), hosts=cast(Any, None))
+    return api._result(Process(instance={"instance_id": 7}, sampling_params=params), member)
+
+
+def test_a_result_has_the_form_that_clients_read() -> None:
+    member = ended(StopReason.FINISHED, reward=0.5, result='{"git_patch": "+x"}')
+    said: dict[str, Any] = {"role": "assistant", "content": "DEF", "tool_calls": []}
+    sampled: dict[str, Any] = {"token_ids": (103, 104, 105), "input_ids": (100, 101, 102)}
+    sampled["logprobs"] = (-4.0, -5.0, -5.0)
+    user = [{"role": "user", "content": text} for text in ("ab", "c", "g")]
+    expected = {
+        "instance_id": 7,
+        "trajectory_id": "r1.0",
+        "git_patch": "+x",
+        "success": True,
+        "error": None,
+        "finish": True,
+        "messages": [*user[:2], said | sampled, user[2]],
+        "tools": [],
+        "end_properly": True,
+        "resolved": True,
+        "reward": 0.5,
+        "critical_error": None,
+        "filter": False,
+        "timing": {
+            "init_time": 1.0,
+            "run_time": 2.0,
+            "eval_time": 4.0,
+            "others_time": 8.0,
+            "counted_elapsed": 7.0,
+            "timeout_triggered": False,
+        },
+    }
+    assert result_of(member) == expected
+    plain = result_of(member, token_level_generation=False)["messages"]
+    assert [message for message in plain if message["role"] == "assistant"] == [said]
+    assert plain == [*user[:2], said, user[2]]
+
+
+ALL_WELL = "success finish end_properly resolved"
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields", "flags", "error", "stage"),
+    [
+        (StopReason.FINISHED, {"reward": 0.0}, "success finish end_properly", None, None),
+        (StopReason.FINISHED, {"reward": 0.0, "success": True}, ALL_WELL, None, None),
+        (StopReason.FINISHED, {"reward": 1.0, "success": False}, ALL_WELL[:-9], None, None),
+        (StopReason.MAX_TURNS, {"reward": 1.0}, "success end_properly resolved", None, None),
+        (StopReason.MAX_TURNS, {}, "success", "max_turns", None),
+        (StopReason.CANCELLED, {}, "", "cancelled", None),
+        (StopReason.ENV_ERROR, {"error": "lost"}, "", "lost", "run"),
+        (StopReason.ENV_ERROR, {"sequences": ()}, "", "env_error", "init"),
+        (StopReason.REWARD_ERROR, {"sequences": ()}, "", "reward_error", "eval"),
+        (StopReason.TIME_BUDGET, {}, "", "time_budget", "timeout"),
+    ],
+)
+def test_a_result_says_how_far_a_job_came(
+    reason: StopReason, fields: dict[str, Any], flags: str, error: str | None, stage: str | None
+) -> None:
+    answer = result_of(ended(reason, **fields))
+    assert [name for name in ALL_WELL.split() if answer[name]] == flags.split()
+    assert (answer["error"], answer["critical_error"]) == (error, stage)
+    assert answer["filter"] == (stage is not None)
+    assert answer["timing"]["timeout_triggered"] == (reason == StopReason.TIME_BUDGET)
+
+
+def test_a_job_that_never_began_has_an_empty_result() -> None:
+    for reason, stage in ((None, None), (StopReason.ENV_ERROR, "init"), ("worker_lost", "init")):
+        answer = result_of(done(None, reason))
+        assert (answer["success"], answer["critical_error"]) == (False, stage)
+        assert (answer["error"], answer["messages"]) == (reason or "cancelled", [])
+        assert set(answer["timing"].values()) == {0.0}
+    assert result_of(ended(StopReason.FINISHED, reward=1.0, result="[1]"))["git_patch"] == ""
+
+
+@pytest.mark.parametrize(
+    ("instance", "params", "expected"),
+    [
+        ({"index": 3}, {"top_k": -1}, {"index": 3, "sampling": {"top_k": 0}}),
+        ({"index": 3}, {"top_k": 5}, {"index": 3, "sampling": {"top_k": 5}}),
+        (
+            {"index": 3, "instance_id": "i", "trajectory_id": "t"},
+            {"temperature": 0.5, "top_p": None},
+            {"index": 3, "sampling": {"temperature": 0.5}},
+        ),
+        ({"index": 3, "problem": "p"}, {}, {"payload": {"index": 3, "problem": "p"}}),
+        ({"instance_id": "i"}, {}, {"payload": {"instance_id": "i"}}),
+        (
+            {"problem": "p"},
+            {"max_iterations": 2, "max_model_len": 30, "max_output_tokens": None, "timeout": 9},
+            {
+                "payload": {"problem": "p"},
+                "limits": {"max_turns": 2, "max_tokens": 30, "time_s": 9},
+            },
+        ),
+    ],
+)
+def test_a_job_is_a_rollout_of_an_index_or_of_its_own_data(
+    instance: dict[str, Any], params: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    body = Process(instance={"data_source": "game", **instance}, sampling_params=params)
+    wanted = msgspec.convert({"id": "p", "handler": "game", **expected}, RolloutRequest)
+    assert _request(body, "p", {"game": "game", "other": "x"}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("address", "url", "dialect"),
+    [
+        ("host:1", "http://host:1", "prorl"),
+        ("https://host:1/", "https://host:1", "prorl"),
+        ("http://host:1/v1/", "http://host:1", "completions"),
+    ],
+)
+async def test_a_servers_address_tells_its_dialect(address: str, url: str, dialect: str) -> None:
+    service = Mock()
+    api = ProRL(service, codec=Mock(), hosts=Hosts(frozenset({"host"}), ()))
+    answer = await api.add(Address(address=address, token="secret"))
+    assert answer.status == f"Added LLM server address: {url}"
+    (engine,) = service.engines.register.call_args.args
+    assert (engine.address, engine.dialect, engine.token) == (url, dialect, "secret")
+
+
+async def test_counts_jobs_by_stage_and_withdraws_registered_engines_only() -> None:
+    service = Mock()
+    service.health.return_value = Mock(queued=1, init=2, turns_waiting=4, run=8, eval=16)
+    engines = [Mock(id="e0", address=""), Mock(id="x1", address="http://host:1")]
+    service.engines.statuses.return_value = engines
+    api = ProRL(service, codec=Mock(), hosts=Mock())
+    expected = {"status": "stopped", "init_queue": 1, "run_queue": 4, "eval_queue": 0}
+    expected |= {"active_init": 2, "active_run": 8, "active_eval": 16, "total": 27}
+    assert await api.status() == expected
+    await api.start()
+    assert (await api.status())["status"] == "running"
+    await api.clear()
+    service.engines.withdraw.assert_called_once_with("x1", drain=False, force=True)
+
+
+def test_refusals_have_the_statuses_that_clients_read() -> None:
+    errors = [UnknownJobError(""), UnknownError(""), GoneError(""), FullError(""), DiskError(0, "")]
+    answers = [prorl._refused(error) for error in (*errors, ConfigError("no"))]
+    assert [answer.status for answer in answers] == [404, 400, 503, 503, 507, 400]
+    assert answers[-1].body == b'{"detail":"no"}'

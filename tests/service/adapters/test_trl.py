@@ -19,11 +19,10 @@ from msgspec.structs import replace
 
 from rollweave.core.policy.dapo import DapoRule
 from rollweave.schema.base import EngineId
-from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.work import Decoding
-from rollweave.service.adapters.dapo import DapoBatch, DapoRollouts, TasksOverError
+from rollweave.service.adapters.dapo import DapoBatch, DapoRollouts
 from rollweave.service.adapters.engine import TrainedEngine
 from rollweave.service.adapters.trl import (
     RolloutWorker,
@@ -323,24 +322,3 @@ def test_async_grpo_trains_on_the_workers_samples_and_updates_the_engine(
                     )
     assert max(errors) < 1e-4
     assert {1, 2} <= versions  # it sampled from what was sent
-
-
-def test_reports_the_error_of_a_failed_worker(unused_tcp_port: int) -> None:
-    rule = DapoRule(groups=1, group_size=2, under_way=1, staleness=1)
-    address = f"http://127.0.0.1:{unused_tcp_port}"
-    worker = RolloutWorker(lambda: DapoRollouts(address, iter(()), rule), samples=4)
-
-    def wait() -> None:
-        while True:
-            worker.check_health(1.0)
-
-    worker.start()
-    try:
-        with pytest.raises(
-            RollweaveError, match=r"^the rollout worker ended: no tasks are left"
-        ) as raised:
-            wait()
-        assert isinstance(raised.value.__cause__, TasksOverError)
-    finally:
-        worker.stop()
-    worker.stop()

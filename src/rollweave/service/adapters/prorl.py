@@ -277,7 +277,7 @@ class ProRL:
             "trajectory_id": body.instance.get("trajectory_id", member.id),
             "git_patch": str(_final_result(trajectory).get("git_patch", "")),
             "success": failed_stage is None and reason != StopReason.CANCELLED,
-            "error": error or (None if failed_stage is None and reward is not None else reason),
+            "error": error or (None if reward is not None else reason),
             "finish": reason == StopReason.FINISHED,
             "messages": self._messages(
                 trajectory, tokens=bool(body.sampling_params.get("token_level_generation", True))
