@@ -5,9 +5,11 @@ price.
 
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from rollweave.core.policy.turn_times import Prices
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.schema import commands as c
@@ -216,3 +218,121 @@ def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(tmp_path: Pa
     RunDir(tmp_path).config.write_text(text.replace('mode = "bounded"', 'mode = "sync"'))
     with pytest.raises(ConfigError, match=r"must have trainer\.colocated false"):
         Reruns(tmp_path)
+
+
+def spoken(kind: type[Any], **fields: Any) -> Any:
+    """Return a command or event of which only these fields are read."""
+    return Mock(spec=kind, **fields)
+
+
+def test_a_turn_is_measured_beside_the_others_of_its_engine() -> None:
+    """One turn lasts from 2 s to 12 s; another one joins it at 4 s, waits for 1 s, and
+    ends at 8 s.
+    """
+    reader, e0 = _Reader(), EngineId("e0")
+
+    def begin(now: float, name: str, context: int) -> None:
+        asked = spoken(e.TurnRequested, trajectory_id=name, context_tokens=context)
+        reader.on_event(now, asked)
+        start = {"trajectory_id": name, "engine_id": e0, "dispatch": 0, "prefill": False}
+        reader.on_command(now, spoken(c.StartTurn, **start))
+
+    def end(now: float, name: str, *, output: int, cached: int, queue_s: float = 0.0) -> None:
+        fields = {"output_tokens": output, "cached_tokens": cached, "queue_s": queue_s}
+        done = spoken(e.TurnDone, trajectory_id=name, replayed=False, **fields)
+        reader.on_event(now, done)
+
+    begin(2.0, "a", 100)
+    begin(4.0, "b", 300)
+    end(8.0, "b", output=20, cached=250, queue_s=1.0)
+    end(12.0, "a", output=0, cached=0)
+    b, a = sorted(reader.timings.turns.turns, key=lambda turn: turn.seconds)
+    assert (b.seconds, b.output_tokens, b.prompt_tokens) == (3.0, 20, 50)
+    assert (b.batch, b.context) == (2.0, (4 * 100 + 4 * 300) / 8 + 10)
+    assert (a.seconds, a.output_tokens, a.prompt_tokens) == (10.0, 1, 150)
+    assert (a.batch, a.context) == (1.4, (10 * 100 + 4 * 300) / 14)
+
+
+@pytest.mark.parametrize("ending", ["cancel", "abort", "fail", "withdraw", "lose", "load"])
+def test_a_turn_that_did_not_end_by_itself_is_left_out(ending: str) -> None:
+    reader, e0, name = _Reader(), EngineId("e0"), TrajectoryId("a")
+    start = {"trajectory_id": name, "engine_id": e0, "dispatch": 0, "prefill": False}
+    reader.on_command(1.0, spoken(c.StartTurn, **start))
+    match ending:
+        case "cancel":
+            reader.on_command(2.0, spoken(c.CancelTrajectory, trajectory_id=name))
+        case "abort":
+            reader.on_command(2.0, spoken(c.AbortTurn, trajectory_id=name))
+        case "fail":
+            reader.on_event(2.0, spoken(e.TurnFailed, trajectory_id=name))
+        case "withdraw":
+            reader.on_event(2.0, spoken(e.TurnWithdrawn, trajectory_id=name))
+        case "lose":
+            reader.on_event(2.0, spoken(e.EngineLost, engine_id=e0))
+        case "load":
+            reader.on_command(2.0, spoken(c.ResumeEngine, engine_id=e0))
+    fields = {"output_tokens": 5, "cached_tokens": 0, "queue_s": 0.0, "replayed": False}
+    reader.on_event(3.0, spoken(e.TurnDone, trajectory_id=name, **fields))
+    assert reader.timings.turns.count == 0
+    assert reader._engine(e0).turns == {}
+
+
+def test_each_time_is_that_from_a_command_to_its_answer() -> None:
+    reader, e0, e1 = _Reader(), EngineId("e0"), EngineId("e1")
+    for name, tokens in (("a", 30), ("b", 12), ("c", 9)):
+        ended = spoken(e.TrajectoryEnded, trajectory_id=name, tokens=tokens)
+        reader.on_event(0.0, ended)
+    groups = (spoken(c.GroupRef, trajectory_ids=("a", "b")),)
+    reader.on_command(1.0, spoken(c.TrainStep, groups=groups))
+    reader.on_command(2.0, spoken(c.PublishWeights))
+    reader.on_command(3.0, spoken(c.SaveCheckpoint))
+    reader.on_command(4.0, spoken(c.StageWeights, engine_id=e0))
+    reader.on_event(10.0, spoken(e.StepTrained))
+    reader.on_event(12.0, spoken(e.WeightsPublished))
+    reader.on_event(14.0, spoken(e.CheckpointCopied))
+    reader.on_event(17.0, spoken(e.CheckpointSaved))
+    reader.on_event(20.0, spoken(e.WeightsStaged, engine_id=e0, publication_id=7))
+    for engine in (e0, e1):
+        reader.on_command(21.0, spoken(c.LoadWeights, engine_id=engine))
+        reader.on_event(24.0, spoken(e.WeightsLoaded, engine_id=engine, publication_id=7))
+    timings = reader.timings
+    assert (timings.trained, timings.published) == ([(42, 9.0)], [10.0])
+    assert (timings.copied, timings.saved) == ([11.0], [14.0])
+    assert (timings.loaded, timings.swapped) == ([16.0, 3.0], [3.0])
+    trainer = MeasuredTrainer(timings)
+    assert (trainer.load_s(engines=3, tp=2), trainer.beside_s(engines=3, tp=2)) == (9.5, 9.5)
+    assert (trainer.hop_s(share=0.5), trainer.lag_s(), trainer.copy_s()) == (4.75, 0.0, 11.0)
+    assert (trainer.swap_s(engines=3, tp=2), trainer.publish_s()) == (3.0, 10.0)
+    assert (trainer.checkpoint_s(), trainer.saved_s(engines=3)) == (3.0, 42.0)
+
+
+def test_a_measured_engine_has_the_prices_of_its_turns() -> None:
+    engine = MeasuredEngine.__new__(MeasuredEngine)
+    engine.prices = Prices(fixed_s=0.5, prompt_s=0.25, sequence_s=0.125, context_s=0.0625)
+    step = {"prefill_tokens": 8, "prefill_context": 99, "decode": 4, "decode_context": 16}
+    assert engine.step_s(**step) == 0.5 + 2.0 + 0.5 + 1.0
+    assert engine.move_s(12) == 3.0
+    alone = {"prefill_tokens": 0, "prefill_context": 0, "decode": 4}
+    steps = [engine.step_s(**alone, decode_context=16 + 4 * number) for number in range(3)]
+    assert engine.decode_s(decode=4, decode_context=16, steps=3) == pytest.approx(sum(steps))
+    assert engine.decode_s(decode=0, decode_context=0, steps=2) == 1.0
+
+
+def test_a_run_is_compared_with_fewer_engines_and_other_modes() -> None:
+    table, config = Reruns.__new__(Reruns), simulated()
+    (engines,) = config.engines
+    table.config = config.model_copy(
+        update={"engines": (engines.model_copy(update={"count": 6, "degree": 2}),)}
+    )
+    (group,) = table.itself.split.engines
+    assert (group.count, group.degree, table.itself.split.trainer) == (6, 2, config.trainer.ranks)
+    assert (table.itself.pacing.mode.value, table.itself.pacing.alpha) == ("bounded", 1)
+    found = table._candidates()
+    assert found == sorted(found)
+    assert {one.split.engines[0].count for one in found} == {1, 2, 4, 6}
+    assert table.itself in found
+    other = next(one for one in found if one.pacing.mode.value == "sync")
+    made = table.rearranged(other)
+    assert (made.rollout.mode.value, made.rollout.alpha) == ("sync", None)
+    assert (made.engines[0].count, made.engines[0].degree) == (other.split.engines[0].count, 2)
+    assert made.eval.final_episodes == 0
