@@ -15,7 +15,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave_sim.run import Outcome, directory_of, simulate
+from rollweave_sim.run import Outcome, SimMetrics, directory_of, simulate
 from rollweave_sim.world import World, costs_of, workloads_of
 from tests.support.properties import checked_every
 from tests.support.simulation import config
@@ -250,3 +250,13 @@ def test_engines_stop_for_the_swap_only(tmp_path: Path, mode: str) -> None:
     )
     assert staged["transfer_s"] >= stopping["transfer_s"] > 0
     assert (stopping["staged"], stopping["transfer_s"]) == (0, stopping["stopped_s"])
+
+
+def test_each_event_is_followed_by_the_hook_of_checks(tmp_path: Path) -> None:
+    seen: list[float] = []
+    world = World(config(tmp_path), observer=SimMetrics())
+    world.each_event = lambda: seen.append(world.clock.now)
+    world.start()
+    while world.events < 50:
+        world.step()
+    assert (len(seen), seen) == (50, sorted(seen))
