@@ -213,7 +213,7 @@ def _replacements(node: ast.AST, parent: ast.AST, field: str, owner: _Owner) -> 
             yield ast.Return(value=ast.UnaryOp(op=ast.Not(), operand=node.value))
     if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
         yield ast.AugAssign(target=node.target, op=OPERATORS[type(node.op)](), value=node.value)
-    if isinstance(node, DELETABLE) or (
+    if (isinstance(node, DELETABLE) and not _is_mark(node)) or (
         isinstance(node, ast.Assign)
         and any(isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets)
     ):
@@ -222,6 +222,11 @@ def _replacements(node: ast.AST, parent: ast.AST, field: str, owner: _Owner) -> 
         node, ast.Name | ast.Attribute | ast.Call | ast.NamedExpr | ast.Subscript
     ):
         yield ast.UnaryOp(op=ast.Not(), operand=node)
+
+
+def _is_mark(node: ast.AST) -> bool:
+    """Return whether a statement only marks arguments as unused: `del name`."""
+    return isinstance(node, ast.Delete) and all(isinstance(t, ast.Name) for t in node.targets)
 
 
 def _is_condition(parent: ast.AST, field: str) -> bool:

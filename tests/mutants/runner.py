@@ -270,8 +270,6 @@ class Runner:
         os.dup2(0, 1)
         os.dup2(0, 2)
         self._failed = None
-        limit = _address_space() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         report = folder / "report"
         count, begin, killed_by = 0, time.monotonic(), None
         report.write_text(json.dumps(["the start", 0.0, 0]))
@@ -330,7 +328,8 @@ class Runner:
 
 def _contain(do: Callable[[], None], folder: Path) -> None:
     """Do something in a fork that ends at the limit in `folder`, and end all processes
-    that it leaves. Write its wait status to the file `status`.
+    that it leaves. Write its wait status to the file `status`. Tests are measured under
+    the same limits: those that fail under them are left out.
     """
     adopt_orphans(True)
     limit = time.monotonic() + FIRST_LIMIT_S
@@ -339,6 +338,8 @@ def _contain(do: Callable[[], None], folder: Path) -> None:
         adopt_orphans(False)
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # as pytest does if it captures
+        most = _address_space() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with _ending_here():
             do()
     while True:

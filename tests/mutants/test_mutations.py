@@ -15,6 +15,7 @@ class Box:
     def take(self, wanted: int = 1) -> int | None:
         """Take 1."""
         assert wanted > 0
+        del wanted
         if wanted > self.left and not self.full:
             raise ValueError(f"{wanted} > {self.left}")
         self.left -= wanted

@@ -14,6 +14,7 @@ from rollweave_sim import command_advise
 from rollweave_sim.advise import Advice, Pool
 from rollweave_sim.candidates import Candidate, EngineGroup, Pacing, Prediction, Split
 from rollweave_sim.command_advise import COLUMNS, Asked, base_of, pools_of
+from rollweave_sim.serving import _percentiles
 
 CONFIG = """
 [run]
@@ -307,3 +308,23 @@ def test_a_question_without_a_configuration_names_three_things(missing: str) -> 
     assert (config.tasks[0].env, config.tasks[0].max_turns) == ("swe", 50)
     with pytest.raises(ConfigError, match="CONFIG must be given, or else --gpus, --hardware"):
         base_of(None, [], Asked(**{name: one for name, one in given.items() if name != missing}))
+
+
+@pytest.mark.parametrize(
+    ("workload", "limits"),
+    [
+        ("swe", (50, 32768, 16384)),
+        ("trace.jsonl", (64, 32768, 16384)),
+        ("tool-calling", (9, 18432, 16384)),
+    ],
+)
+def test_a_workload_alone_has_its_own_limits(workload: str, limits: tuple[int, int, int]) -> None:
+    (task,) = loads(command_advise._tasks(workload), ["sim.model=qwen3-8b"], name="x").tasks
+    assert (task.max_turns, task.max_tokens, task.max_turn_tokens) == limits
+
+
+def test_percentiles_are_of_the_sorted_values() -> None:
+    assert _percentiles([]) == (0.0, 0.0, 0.0)
+    assert _percentiles([7.0]) == (7.0, 7.0, 7.0)
+    assert _percentiles([3.0, 1.0, 2.0, 4.0]) == (2.0, 4.0, 4.0)
+    assert _percentiles([float(number) for number in range(100, 0, -1)]) == (50.0, 95.0, 99.0)

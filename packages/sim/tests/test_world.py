@@ -2,6 +2,7 @@
 balance.
 """
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def test_the_same_seed_gives_the_same_journal_to_the_byte(tmp_path: Path) -> Non
         with directory_of(run_config) as run:
             simulate(run_config, run=run)
         journals.append(run.journal.read_bytes())
+        assert json.loads(run.identity.read_text())["kind"] == "simulation"
     assert journals[0] == journals[1] != journals[2]
 
 

@@ -482,7 +482,7 @@ class Rollouts:
         attempt.turn += 1
         attempt.began_part = self._clock.now
         last = attempt.turn == len(attempt.plan.turns)
-        hangs = last and attempt.plan.fails_in == "run" and attempt.plan.stop is StopReason.ENV_HANG
+        hangs = last and attempt.plan.stop is StopReason.ENV_HANG
         wait = attempt.start.task.limits.step_s if hangs else plan.env_s
         attempt.ticket = self._clock.after(
             wait, lambda: self._env_over(attempt, plan.observation_tokens)
