@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine import profile
 from benchmarks.engine.models import model_cases, model_of
-from benchmarks.engine.profile import (
-    Measurement,
-    bench_profile,
-    fit_figures,
-    fitted,
-    longest_context,
-    sample_of,
-)
 from rollweave.engine.batching import StepWork
 from rollweave_sim.profile import Profile, ProfileCost, Sample
 
@@ -22,7 +15,9 @@ from rollweave_sim.profile import Profile, ProfileCost, Sample
 @pytest.mark.extended
 def test_simulations_read_a_profile(tmp_path: Path) -> None:
     model_of(model_cases(quick=True)[0]).save_pretrained(tmp_path / "model")
-    result = bench_profile(tmp_path / "out" / "profile.json", tmp_path / "model", quick=True)
+    result = profile.bench_profile(
+        tmp_path / "out" / "profile.json", tmp_path / "model", quick=True
+    )
     cost = ProfileCost.from_json(tmp_path / "out" / "profile.json")
     assert cost.kv_tokens == 65536
     one = cost.step_s(prefill_tokens=0, prefill_context=0, decode=1, decode_context=100)
@@ -41,7 +36,7 @@ def test_simulations_read_a_profile(tmp_path: Path) -> None:
 
 def test_a_sample_is_the_mean_of_its_steps() -> None:
     steps = [(StepWork(0, 0, 4, 100), 0.25), (StepWork(0, 0, 4, 104), 0.75)]
-    assert sample_of(steps) == Sample(
+    assert profile.sample_of(steps) == Sample(
         prefill_tokens=0, prefill_context=0, decode=4, decode_context=102, seconds=0.5
     )
 
@@ -52,7 +47,7 @@ def test_slots_are_capped_by_throughput_and_by_kv() -> None:
         Sample(prefill_tokens=p, prefill_context=0, decode=d, decode_context=100 * d, seconds=s)
         for p, d, s in ((0, 1, 1.1), (0, 11, 2.1), (1, 0, 2.0), (1, 1, 2.1))
     )
-    assert longest_context(Profile(kv_tokens=1, samples=samples)) == 100
+    assert profile.longest_context(Profile(kv_tokens=1, samples=samples)) == 100
     for kv_tokens, expected in ((10**6, 107), (2000, 18), (50, 1)):
         cost = ProfileCost(samples=samples, kv_tokens=kv_tokens)
         most = max(1, min(256, kv_tokens // 100))
@@ -68,8 +63,8 @@ def test_a_fit_is_judged_by_its_samples() -> None:
         for d in (0, 1)
     ]
     exact = Profile(kv_tokens=1, samples=tuple(samples))
-    assert fitted(exact) == pytest.approx([1.0, 2.0, 2.0, 3.0])
-    fit = fit_figures(Measurement(profile=exact, core_share=0.5))
+    assert profile.fitted(exact) == pytest.approx([1.0, 2.0, 2.0, 3.0])
+    fit = profile.fit_figures(profile.Measurement(profile=exact, core_share=0.5))
     assert fit == pytest.approx(
         {"fit_error_median": 0.0, "fit_over_measured": 1.0, "core_share": 0.5}, abs=1e-9
     )
@@ -79,6 +74,8 @@ def test_a_fit_is_judged_by_its_samples() -> None:
         Sample(prefill_tokens=n, prefill_context=n, decode=n, decode_context=n, seconds=2.0 - n)
         for n in (0, 1)
     ]
-    fit = fit_figures(Measurement(profile=Profile(kv_tokens=1, samples=tuple(odd)), core_share=0.5))
+    fit = profile.fit_figures(
+        profile.Measurement(profile=Profile(kv_tokens=1, samples=tuple(odd)), core_share=0.5)
+    )
     assert fit["fit_error_median"] == pytest.approx((0.25 + 0.5) / 2)
     assert fit["fit_over_measured"] == pytest.approx(1.0)

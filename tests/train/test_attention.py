@@ -127,7 +127,7 @@ def test_bfloat16_is_computed_in_float32_on_a_cpu() -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in given)
-        out = attend(q, k, v, None)
+        out = attention.attend(q, k, v, None)
         out.float().square().sum().backward()
         results.append([x.detach().float() for x in (out, q.grad, k.grad, v.grad)])
     for short, whole in zip(*results, strict=True):

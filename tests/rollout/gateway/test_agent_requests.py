@@ -24,6 +24,8 @@ from tests.support.scripted_gateway import CALL, TOOL, Client, Script, engine_re
 Json = dict[str, Any]
 OF = codec("qwen")
 USER: Json = {"role": "user", "content": "go"}
+USES: Json = {"type": "tool_use", "id": "a", "name": "Read", "input": {}}
+READS: Json = {"role": "assistant", "content": [USES]}
 FUNCTION: Json = TOOL["function"]  # type: ignore[assignment]
 CHAT, MESSAGES, RESPONSES = "/chat/completions", "/messages", "/responses"
 
@@ -127,10 +129,7 @@ SENT: list[tuple[str, str, Json, set[str]]] = [
             "max_tokens": 9,
             "messages": [
                 USER,
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "a", "name": "Read", "input": {}}],
-                },
+                READS,
                 {
                     "role": "user",
                     "content": [
@@ -253,10 +252,7 @@ PICTURES = [
             "max_tokens": 9,
             "messages": [
                 USER,
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "a", "name": "Read", "input": {}}],
-                },
+                READS,
                 {
                     "role": "user",
                     "content": [

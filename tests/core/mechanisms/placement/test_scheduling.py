@@ -19,6 +19,14 @@ from tests.support.random_world import World
 
 SHORT = "g0.0"
 
+RANKED = {
+    "scheduling": "trajectory",
+    "policies": ["rank"],
+    "groups_per_step": 2,
+    "group_size": 6,
+    "max_running": 12,
+}
+
 
 class Long(World):
     """A world in which all trajectories but one are long, and the predictor knows
@@ -294,14 +302,7 @@ def test_a_turn_waits_for_its_migrating_kv_and_the_wait_is_counted() -> None:
             else:
                 super().execute(command)
 
-    rollout = {
-        "scheduling": "trajectory",
-        "policies": ["rank"],
-        "groups_per_step": 2,
-        "group_size": 6,
-        "max_running": 12,
-    }
-    world = Slow(turns=10, tool_s=3.0, rollout=rollout)
+    world = Slow(turns=10, tool_s=3.0, rollout=RANKED)
     assert world.run().error == ""
     counted = world.core.state.counters.scheduling
     assert counted.migrations > 0
@@ -316,14 +317,7 @@ def test_a_transfer_without_an_answer_is_given_up() -> None:
             if not isinstance(command, c.Migrate):
                 super().execute(command)
 
-    rollout = {
-        "scheduling": "trajectory",
-        "policies": ["rank"],
-        "groups_per_step": 2,
-        "group_size": 6,
-        "max_running": 12,
-    }
-    world = Silent(turns=6, tool_s=3.0, rollout=rollout)
+    world = Silent(turns=6, tool_s=3.0, rollout=RANKED)
     assert world.run().error == ""
     assert world.core.state.counters.scheduling.migrations_failed > 0
     assert any("did not come" in warning.message for warning in world.warnings)
