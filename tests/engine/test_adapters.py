@@ -2,7 +2,6 @@
 else.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ def base() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def path(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(base, tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    made = Publisher(keep=9)
-    yield made
-    made.close()
 
 
 def adapters(base: torch.nn.Module, seed: int, *, rank: int = 3) -> dict[str, torch.Tensor]:

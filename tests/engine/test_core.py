@@ -3,7 +3,6 @@ else its batch does.
 """
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -71,13 +70,6 @@ def other() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(model, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    with_memory = Publisher(keep=8)
-    yield with_memory
-    with_memory.close()
 
 
 def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, s.GenerateResult]:

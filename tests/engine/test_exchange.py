@@ -47,13 +47,6 @@ def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> st
     return save(model, tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    with_memory = Publisher(keep=8)
-    yield with_memory
-    with_memory.close()
-
-
 def threads_alive() -> list[str]:
     """Files that this process has open, and its threads."""
     links = []

@@ -2,8 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -32,13 +31,6 @@ def other() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_models.save(model, tmp_path_factory.mktemp("staged") / "model")
-
-
-@pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    made = Publisher(keep=9)
-    yield made
-    made.close()
 
 
 class Gate:

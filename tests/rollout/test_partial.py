@@ -279,16 +279,6 @@ async def settle(rounds: int = 4) -> None:
         await asyncio.sleep(0)
 
 
-async def begun_turn() -> tuple[Stage, Any, Any]:
-    """Return a stage whose turn is with the first engine, and the engine's call."""
-    stage = Stage()
-    stage.ask()
-    await settle()
-    stage.start("e0", 0)
-    _, future, on_tokens = stage.engines["e0"].calls[0]
-    return stage, future, on_tokens
-
-
 async def streaming_turn(*, streamed: bool = False) -> tuple[Stage, Puppet, Puppet]:
     """Return a stage whose turn is with the first engine, which has reported four
     tokens.
@@ -677,7 +667,11 @@ async def test_an_ended_attempt_releases_everything(when: str) -> None:
 
 
 async def test_long_turns_are_reported_periodically() -> None:
-    stage, future, on_tokens = await begun_turn()
+    stage = Stage()
+    stage.ask()
+    await settle()
+    stage.start("e0", 0)
+    _, future, on_tokens = stage.engines["e0"].calls[0]
     on_tokens(delta(0, 2))
     stage.progress.report()
     assert stage.of(e.TurnsProgressed) == []  # not long yet
@@ -703,7 +697,11 @@ async def test_long_turns_are_reported_periodically() -> None:
 
 
 async def test_a_turn_without_an_engine_is_not_reported() -> None:
-    stage, future, on_tokens = await begun_turn()
+    stage = Stage()
+    stage.ask()
+    await settle()
+    stage.start("e0", 0)
+    _, future, on_tokens = stage.engines["e0"].calls[0]
     on_tokens(delta(0, 2))
     stage.progress.report()
     stage.abort("e0", 0)

@@ -877,17 +877,23 @@ def _is_over(harness: Harness) -> bool:
 THREE = Script(steps=[Step.of("on"), Step.of("further"), Step(reward=1.0, done=True)])
 
 
+async def interrupted(store: TrajectoryStore, tmp_path: Path) -> str:
+    """Record two turns of an attempt, and return the life of their log."""
+    with TurnLog(tmp_path / "turns") as log:
+        former = Harness(store, THREE, log=log)
+        former.init()
+        await rolled_out(former, 0, turns=2)
+    former.pipeline.cancel(cancel())
+    await former.idle()
+    return log.life
+
+
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_an_attempt_continues_with_the_recorded_turns(
     store: TrajectoryStore, tmp_path: Path, *, repeats: bool
 ) -> None:
     """The environment starts again; if it repeats itself, no token is sampled twice."""
-    with TurnLog(tmp_path / "turns") as log:
-        former_life, former = log.life, Harness(store, THREE, log=log)
-        former.init()
-        await rolled_out(former, 0, turns=2)
-    former.pipeline.cancel(cancel())
-    await former.idle()
+    former_life = await interrupted(store, tmp_path)
     with TurnLog(tmp_path / "turns") as log:
         log.keep([(TRAJECTORY, 0, former_life)])
         script = THREE if repeats else Script(steps=[Step.of("elsewhere"), *THREE.steps[1:]])
@@ -963,12 +969,7 @@ async def test_turns_are_recorded_only_while_an_attempt_is_under_way(
 async def test_an_attempt_that_starts_over_forgets_the_records_of_the_former_one(
     store: TrajectoryStore, tmp_path: Path
 ) -> None:
-    with TurnLog(tmp_path / "turns") as log:
-        former_life, former = log.life, Harness(store, THREE, log=log)
-        former.init()
-        await rolled_out(former, 0, turns=2)
-    former.pipeline.cancel(cancel())
-    await former.idle()
+    former_life = await interrupted(store, tmp_path)
     with TurnLog(tmp_path / "turns") as log:
         log.keep([(TRAJECTORY, 0, former_life)])
         harness = Harness(store, log=log)
