@@ -297,6 +297,9 @@ class Runner:
         for _ in itertools.islice(mutations(tree), mutant.index, mutant.index + 1):
             _use_tree(folder, (mutant.file, ast.unparse(tree)))
             sys.path.insert(0, str(folder))  # which children of `io/child` get, too
+            for known in list(sys.modules.values()):  # the path that isolated children get
+                if vars(known).get("DIRECTORY") == SOURCE == place_of(mutant.file)[0]:
+                    known.DIRECTORY = folder / SOURCE.name  # type: ignore[attr-defined]
             module = compile(tree, str(path), "exec", dont_inherit=True)
             for code in _code_objects(module):
                 if code.co_qualname == mutant.mutation.function:
