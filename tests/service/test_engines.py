@@ -1,6 +1,7 @@
 """A service with registered engines: their loss and replacement."""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.service.client import NoServiceError, RolloutClient
 from rollweave.service.engines import backend_factory, vocab_size
 from tests.service.api import call, game, get, status_of, submit, wait_until
-from tests.support.rollout_service import serving
+from tests.support.rollout_service import Program, serving
 from tests.support.services import elsewhere, registered
 
 
@@ -83,6 +86,71 @@ async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
                 assert (await done(service.address, f"r{number}"))["members"][0][
                     "stop_reason"
                 ] == "finished"
+
+
+async def addresses_at(service: str) -> set[str]:
+    """Return the addresses of the engines that accept turns of a service."""
+    answer = await get(service, "/v1/engines")
+    return {
+        one["address"]
+        for one in answer["engines"]
+        if one["status"] == "serving" and not one["draining"]
+    }
+
+
+async def wait_for_shares(services: list[str], sizes: list[int]) -> None:
+    """Wait until each engine is registered with one service, and service i has
+    `sizes[i]` engines.
+    """
+    async with asyncio.timeout(60.0):
+        while True:
+            answer = [await addresses_at(service) for service in services]
+            if [len(own) for own in answer] == sizes and sum(sizes) == len(set.union(*answer)):
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: Path) -> None:
+    """One of two services with four engines is killed and restarted: all engines move
+    to the other one, and two move back.
+    """
+    configs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        configs.append(registered(tmp_path / name))
+    programs = [Program(config, registered=True) for config in configs]
+    services = [program.address for program in programs]
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            places = [(await stack.enter_async_context(elsewhere()))[1] for _ in range(4)]
+            client = await stack.enter_async_context(RolloutClient(services))
+            await client.register_engines(
+                [EngineRequest(address=place, dialect="rollweave") for place in places]
+            )
+            await wait_for_shares(services, [2, 2])
+            programs[0].kill()
+            tasks = [
+                asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i)))
+                for i in range(8)
+            ]
+            await wait_for_shares(services[1:], [4])
+            for status in await asyncio.gather(*tasks):
+                assert status.members[0].stop_reason == "finished"
+            port = int(services[0].rpartition(":")[2])
+            programs[0] = Program(configs[0], port=port, registered=True)
+            await wait_for_shares(services, [2, 2])
+            await client.register_engines(
+                [EngineRequest(address=place, dialect="rollweave") for place in places[:2]]
+            )
+            await wait_for_shares(services, [1, 1])
+        gone = EngineRequest(address=places[0], dialect="rollweave")
+        async with RolloutClient("http://127.0.0.1:1") as unreachable:
+            with pytest.raises(NoServiceError):
+                await unreachable.register_engines([gone])
+    finally:
+        for program in programs:
+            program.kill()
 
 
 async def test_refuses_invalid_registrations(tmp_path: Path) -> None:

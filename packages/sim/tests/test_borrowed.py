@@ -20,7 +20,8 @@ from rollweave_sim.lender import ACTIVATION_S
 from rollweave_sim.run import Outcome, SimMetrics, simulate
 from rollweave_sim.serving import ServingCluster
 from rollweave_sim.world import World
-from tests.support.borrowing import Watch, config, lenders
+
+from .borrowing import Watch, config, lenders
 
 
 def run(config: RunConfig, **serving: Any) -> Outcome:
