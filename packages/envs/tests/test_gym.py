@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollweave.envs.base import Observation, Score, Step, new_task
+from rollweave.envs.base import Observation, Score, Split, Step, new_task, split_of
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
@@ -49,6 +49,23 @@ def test_reasoning_prompts_and_scores(tmp_path: Path) -> None:
     assert score(of, task).success is False
 
 
+def test_shots_are_answered_questions_that_no_held_out_task_has(tmp_path: Path) -> None:
+    options: Any = {"make": {"min_terms": 2, "max_terms": 2}, "shots": 3}
+    of = reasoning(tmp_path, "chain_sum", **options)
+    env, plain = (Gym(id="reasoning_gym/chain_sum", **{**options, "shots": n}) for n in (3, 0))
+    task = draw(of, "r")
+    first = cast(Observation, env.reset(task)).messages
+    assert [message.role for message in first] == ["user", "assistant"] * 3 + ["user"]
+    assert first[-1:] == cast(Observation, plain.reset(task)).messages
+    for asked, answered in zip(first[:-1:2], first[1:-1:2], strict=True):
+        question = asked.content.partition(": ")[2].partition(" =")[0]
+        assert (
+            answered.content
+            == f"<answer>{sum(map(int, question.replace('+', ' ').replace('- ', '-').split()))}</answer>"
+        )
+        assert split_of(asked.content.partition("\n")[0]) is Split.TRAIN
+
+
 def test_an_unreadable_answer_is_wrong_not_an_error(tmp_path: Path) -> None:
     of = reasoning(tmp_path, "prime_factorization")
     assert score(of, draw(of, "r"), "<answer>nonsense ×</answer>") == Score(
@@ -66,6 +83,10 @@ def test_refuses_invalid_reasoning_options() -> None:
         match=r"no actions and no observe for a dataset, got 'reasoning_gym/.* with \('a',\)",
     ):
         Gym(id="reasoning_gym/chain_sum", actions=("a",))
+    with pytest.raises(ConfigError, match=r"options\.shots must be at least 0, got -1"):
+        Gym(id="reasoning_gym/chain_sum", shots=-1)
+    with pytest.raises(ConfigError, match=r"no shots for an environment, got '.*' with 1"):
+        guess(shots=1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ class Gym:
     (`reasoning.Reasoning`).
 
     `make` are its settings, and `prompt` precedes the first observation. `actions` and
-    `observe` are for environments only: see `GymText`.
+    `observe` are for environments only: see `GymText`; `shots` is for datasets only:
+    see `Reasoning`.
     """
 
     def __init__(
@@ -32,15 +33,22 @@ class Gym:
         actions: Sequence[str] = (),
         prompt: str = "",
         observe: Literal["value", "render"] = "value",
+        shots: int = 0,
     ) -> None:
+        if shots and not id.startswith(DATASETS):
+            raise ConfigError(
+                f"options must have no shots for an environment, got {id!r} with {shots}"
+            )
         if id.startswith(DATASETS) and (actions or observe != "value"):
             raise ConfigError(
                 f"options must have no actions and no observe for a dataset, got {id!r} with "
                 f"{actions}, {observe!r}"
             )
-        kind, options = _kind(
-            {"id": id, "make": make or {}, "actions": actions, "prompt": prompt, "observe": observe}
-        )
+        own = {"id": id, "make": make or {}, "prompt": prompt}
+        if id.startswith(DATASETS):
+            kind, options = _kind({**own, "shots": shots})
+        else:
+            kind, options = _kind({**own, "actions": actions, "observe": observe})
         self._env: Env = kind(**options)
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
@@ -104,4 +112,5 @@ def _kind(options: Options) -> tuple[Any, dict[str, Any]]:
         "dataset": dataset,
         "config": options.get("make", {}),
         "prompt": options.get("prompt", ""),
+        "shots": options.get("shots", 0),
     }

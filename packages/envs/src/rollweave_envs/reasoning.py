@@ -22,6 +22,7 @@ from rollweave.envs.base import (
     split_of,
 )
 from rollweave.schema.base import copied, mix
+from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Task
 
@@ -31,6 +32,9 @@ TRIES = 200
 held-out split, so this is far more than enough.
 """
 
+SHOTS = 1
+"""The seed of the questions that precede others with their answers."""
+
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
@@ -38,17 +42,36 @@ class Reasoning:
     """`prompt`, a question of `dataset` (with the settings `config`), and the answer
     format; the agent has one turn.
 
-    The answer is the content of its last `<answer>…</answer>`, otherwise its complete
-    message. The reward is the dataset's score, 0 to 1.
+    `shots` other questions of the training split, always the same ones, precede it with
+    their answers, as turns of the conversation. The agent's answer is the content of
+    its last `<answer>…</answer>`, otherwise its complete message. The reward is the
+    dataset's score, 0 to 1.
     """
 
-    def __init__(self, *, dataset: str, config: Options | None = None, prompt: str = "") -> None:
+    def __init__(
+        self, *, dataset: str, config: Options | None = None, prompt: str = "", shots: int = 0
+    ) -> None:
         _entry(dataset, json.dumps(config or {}, sort_keys=True), 0)
+        if shots < 0:
+            raise ConfigError(f"options.shots must be at least 0, got {shots}")
         self._dataset, self._config, self._prompt = dataset, config or {}, prompt
+        self._shots = shots
 
     def reset(self, task: Task) -> Observation:
-        question = _question(self._dataset, self._config, task)["question"]
-        return Observation.of(f"{self._prompt}{question}{INSTRUCTION}")
+        messages = list[Message]()
+        for number in range(self._shots):
+            options = {"dataset": self._dataset, "config": self._config}
+            shot = self.make_task(index=number, seed=SHOTS, split=Split.TRAIN, options=options)
+            entry = _question(self._dataset, self._config, shot)
+            answer = f"{OPENING}{entry['answer']}{CLOSING}"
+            messages += [self._message(entry), Message(role="assistant", content=answer)]
+        asked = self._message(_question(self._dataset, self._config, task))
+        return Observation(messages=(*messages, asked))
+
+    def _message(self, entry: Options) -> Message:
+        """Return the message that asks a question."""
+        text = f"{self._prompt}{entry['question']}{INSTRUCTION}"
+        return Message(role="user", content=text)
 
     def step(self, action: str) -> Step:
         return Step(done=True)
