@@ -58,6 +58,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
     on_device = "optimizer" not in trainer.save_memory
     optimizer = "trainer.save_memory" if on_gpu and on_device else "trainer.ranks"
     passes = activations(config, shape)
+    trains = bool(config.run.steps or config.warmup.steps)  # an evaluation does not
     # a failed batch is undone
     undoable = 3 * shard if trainer.epochs * trainer.minibatches > 1 else 0
     # it is made between two steps, on a CPU in the memory that the activations left
@@ -66,7 +67,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
         need(what="weights", nbytes=model),
         need(what="gradients", nbytes=shard),
         need(what="optimizer", nbytes=2 * shard, on_device=on_device, setting=optimizer),
-        need(what="activations", nbytes=passes, setting="trainer.micro_tokens"),
+        need(what="activations", nbytes=passes * trains, setting="trainer.micro_tokens"),
         # while it computes with a reference, a rank sets its own weights aside
         need(
             what="reference", nbytes=2 * shard * bool(config.algorithm.kl), setting="algorithm.kl"
