@@ -280,7 +280,7 @@ def test_transcripts_must_be_conversations_within_the_limits(
         (
             "{tools=3}",
             "tasks.0",
-            "the model's chat template must show the 3 tools that the handler offers its agent",
+            "the model's chat template must show the handler's tools (3), got one that shows none",
         ),
         (
             "{mood='mute'}",

@@ -77,9 +77,9 @@ def _first(codec: ChatCodec, domain: Domain) -> Check:
     if domain.tools and not codec.shows_tools:
         return fail(
             domain.name,
-            f"the model's chat template must show the {len(domain.tools)} tools that the handler "
-            'offers its agent, got one that shows none; with options.calls = "text", if the '
-            "handler has it, none is needed",
+            f"the model's chat template must show the handler's tools ({len(domain.tools)}), got "
+            'one that shows none; with options.calls = "text", if the handler has it, none is '
+            "needed",
         )
     what = "first messages"
     try:
