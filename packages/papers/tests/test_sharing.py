@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from packages.sim.tests.borrowing import Watch, config, lenders
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
@@ -32,7 +33,6 @@ from rollweave_sim.lender import Lender
 from rollweave_sim.lending import REPORT_S
 from rollweave_sim.run import SimMetrics, simulate
 from rollweave_sim.world import World
-from tests.support.borrowing import Watch, config, lenders
 from tests.support.simulated_lender import Rig, every_turn_ends
 
 HEADER = "TIMESTAMP,Engines\n"

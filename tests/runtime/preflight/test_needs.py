@@ -77,11 +77,6 @@ def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     assert parts["optimizer"] == 2 * parts["weights"]
 
 
-def test_an_evaluation_keeps_no_activations() -> None:
-    assert "activations" in rank("run.steps=0", "warmup.steps=1")
-    assert "activations" not in rank("run.steps=0")
-
-
 def test_ranks_share_the_copy_for_a_checkpoint() -> None:
     one, two = (rank("model.device=cuda", f"trainer.ranks={ranks}") for ranks in (1, 2))
     assert one["copy for a checkpoint"] == 3 * one["weights"] == 2 * two["copy for a checkpoint"]
