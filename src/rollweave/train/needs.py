@@ -185,7 +185,7 @@ def layer_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
         row = 6 * hidden + 6 * q + 5 * kv + 3 * ffn
         copied += hidden * (q + 3 * ffn)
         if on_cpu:  # attention computes in float32
-            row += 2 * (q + kv)
+            row += 4 * q + 2 * kv
         else:
             scores = layers  # the sum of each row's exponentials
     normed = q + kv if shape.qk_norm else 0
