@@ -6,9 +6,10 @@ there is nothing to learn them from. The items of held-out tasks are not trained
 
 import random
 import re
+from typing import Literal
 
 from rollweave import Message, Score, Split, Tool, converse, mix, new_task, payload_of
-from rollweave.envs.handlers.tools import CallStyle, text_call_instructions
+from rollweave.envs.handlers.tools import text_call_instructions
 
 ITEMS = re.findall(
     r"\w+",
@@ -33,7 +34,7 @@ class Prices:
     others: the system message then says how a tool is called.
     """
 
-    def __init__(self, *, calls: CallStyle = "native") -> None:
+    def __init__(self, *, calls: Literal["native", "text"] = "native") -> None:
         self.calls = calls
 
     async def init(self, job):
