@@ -106,7 +106,7 @@ def examples_page() -> str:
     shown = [
         name
         for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
-        for name in re.findall(r"`([\w.]+)`", row)
+        for name in re.findall(r"`([\w./]+)`", row)
         if Path(name).suffix in LANGUAGES
     ]
     parts = [text]
