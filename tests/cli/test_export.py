@@ -149,7 +149,10 @@ def test_the_file_is_named_after_the_run(run: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "csv"], f"--format must be one of {', '.join(SUFFIXES)}, got 'csv'"),
+        (
+            ["--format", "csv"],
+            f"--format must be one of {', '.join(SUFFIXES)}, workload, got 'csv'",
+        ),
         (["--output", "no/such/file"], "--output must be a file in a directory that exists"),
     ],
 )
