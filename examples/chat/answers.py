@@ -19,7 +19,7 @@ SPECIAL = re.compile(r"<\|[^|]*\|>|</?s>|<end_of_turn>")
 
 
 def answers(run):
-    """Return question, answer and reward of each task of the final evaluation."""
+    """Return answer and reward by question, of the final evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.eval")
         program = str(Path(sys.executable).with_name("rollweave"))
@@ -35,14 +35,14 @@ def answers(run):
             lines = Path(HERE, task["payload"]["file"]).read_text().splitlines()
             question = json.loads(lines[task["payload"]["row"]])["prompt"]
             answer = SPECIAL.sub("", sample["output"]["completion"])
-            found[task["id"]] = question, " ".join(answer.split()), scores["reward"]["value"]
+            found[question] = " ".join(answer.split()), scores["reward"]["value"]
     return found
 
 
 def main(before, after, number="5"):
     first, last = answers(before), answers(after)
-    for task in sorted(set(first) & set(last))[: int(number)]:
-        (question, answer, reward), (_, trained, trained_reward) = first[task], last[task]
+    for question in [one for one in first if one in last][: int(number)]:
+        (answer, reward), (trained, trained_reward) = first[question], last[question]
         print(f"\n{question}")
         print(f"  before  {reward:g}  {answer!r}")
         print(f"  after   {trained_reward:g}  {trained!r}")
