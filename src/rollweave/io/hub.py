@@ -130,7 +130,7 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
                 if file.will_download and (weights or not fnmatch(file.filename, WEIGHTS))
             ]
             download("model", name, missing)
-        folder = snapshot(needed)
+        place = snapshot(needed)
     except ConfigError:
         raise
     except Exception as error:
@@ -142,7 +142,7 @@ def fetched(path: str, *, weights: bool = True, field: str = "model.path") -> st
         )
         said = " ".join(said.split())
         raise ConfigError(f"{said} (nor is there a folder of this name)") from error
-    return f"{name}@{Path(folder).name}"
+    return f"{name}@{Path(place).name}"
 
 
 def problem(

@@ -32,7 +32,7 @@ TRIES = 200
 held-out split, so this is far more than enough.
 """
 
-SHOTS = 1
+SHOTS_SEED = 1
 """The seed of the questions that precede others with their answers."""
 
 OPENING, CLOSING = "<answer>", "</answer>"
@@ -61,7 +61,7 @@ class Reasoning:
         messages = list[Message]()
         for number in range(self._shots):
             options = {"dataset": self._dataset, "config": self._config}
-            shot = self.make_task(index=number, seed=SHOTS, split=Split.TRAIN, options=options)
+            shot = self.make_task(index=number, seed=SHOTS_SEED, split=Split.TRAIN, options=options)
             entry = _question(self._dataset, self._config, shot)
             answer = f"{OPENING}{entry['answer']}{CLOSING}"
             messages += [self._message(entry), Message(role="assistant", content=answer)]

@@ -268,6 +268,11 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
                 f"workload: domain must be one of {', '.join(domains)} of {path}, got {domain!r}"
             )
         attempts = [attempt for attempt in attempts if attempt.domain == domain]
+    return _recorded(attempts, path)
+
+
+def _recorded(attempts: list[recording.Attempt], path: Path) -> Recorded:
+    """Return the attempts that ended by themselves. Raises ConfigError if none did."""
     groups: dict[str, dict[int, list[Plan]]] = {}
     for attempt in attempts:
         plan = _plan_of(attempt)
@@ -287,12 +292,13 @@ def write_trace(run: Path, file: Path) -> int:
     """Write the attempts that `read_run` returns, of a run with one task domain, as a
     trace, and return their number. Raises ConfigError.
     """
-    domains = dict.fromkeys(attempt.domain for attempt in recording.read(run))
+    attempts_of_run = recording.read(run)
+    domains = dict.fromkeys(attempt.domain for attempt in attempts_of_run)
     if len(domains) > 1:
         raise ConfigError(
             f"--format workload: {run} must have one task domain, got {', '.join(domains)}"
         )
-    groups = enumerate(read_run(run).groups)
+    groups = enumerate(_recorded(attempts_of_run, run).groups)
     lines = [
         {
             "group": group,
