@@ -24,9 +24,9 @@ from rollweave.weights.staging import on_device
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-PACKED_ROWS = {torch.float32: 4, torch.bfloat16: 1}
+PACKED_ROWS = {torch.float32: 4, torch.bfloat16: 1} if torch._C._has_mkldnn else {}
 """Fewest rows for which a CPU multiplies with the output head faster in oneDNN's own
-layout, by number format.
+layout, by number format; none where torch was built without it.
 """
 
 
