@@ -99,6 +99,14 @@ def payload(answer: weights.FetchReply | None) -> bytes:
     return Path(answer.manifest.location).read_bytes()
 
 
+async def all_arrive_once(memory: Memory, *answers: asyncio.Future[Any]) -> None:
+    """Every answer has the whole version, of which no byte was received twice."""
+    for result in await asyncio.gather(*answers):
+        assert payload(result) == memory.payload
+        assert isinstance(result, weights.VersionFetched)
+        assert result.nbytes == memory.manifest.nbytes
+
+
 async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
     """Its successor continues from its predecessor, and the one after that does not
     even notice.
@@ -124,11 +132,7 @@ async def test_a_broadcast_survives_a_killed_relay(start: Start) -> None:
             assert not answers[3].done()
             again = relays[2].fetch(command(memory.manifest, addresses[0]))
             slow.allow_all()
-            for answer in (answers[0], again, answers[3]):
-                result = await answer
-                assert payload(result) == memory.payload
-                assert isinstance(result, weights.VersionFetched)
-                assert result.nbytes == memory.manifest.nbytes  # none twice
+            await all_arrive_once(memory, answers[0], again, answers[3])
         assert [ask.ranges for ask in slow.requests] == [((0, memory.manifest.nbytes),)]
 
 
@@ -235,11 +239,7 @@ async def test_a_broadcast_bypasses_a_hung_relay_until_it_recovers(start: Start)
     async with hung(start, 1, relays=4) as (memory, doubts, relays, addresses, slow, answers):
         again = relays[2].fetch(command(memory.manifest, addresses[0]))
         slow.allow_all()
-        for answer in (answers[0], again, answers[3]):
-            result = await answer
-            assert payload(result) == memory.payload
-            assert isinstance(result, weights.VersionFetched)
-            assert result.nbytes == memory.manifest.nbytes  # none twice
+        await all_arrive_once(memory, answers[0], again, answers[3])
         assert not answers[1].done()
         os.kill(relays[1].pid, signal.SIGCONT)
         await doubts.until(False)
