@@ -14,16 +14,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "longest_first": {"ablation": {"changes": ["longest_first", "affinity"]}},
     "least_load": {"ablation": {"changes": ["longest_first", "least_load"]}},
     "pinned": {"ablation": {"changes": ["longest_first", "pinned"]}},
-    "paper": {"ablation": {"changes": ["longest_first", "presorted", "rank"]}},
+    "heddle": {"scheduling": "heddle"},
     "rank": {"scheduling": "trajectory", "ablation": {"changes": ["rank"]}},
     OURS: {"scheduling": "trajectory"},
 }
 """Scheduling variants: four priorities on one placement; then, all by longest_first:
-two placements that ignore lengths, Heddle's partition and migration, our partition with
-Heddle's migration, and ours.
+two placements that ignore lengths, Heddle as printed, our partition with Heddle's
+migration, and ours.
 """
 
-MIGRATING = ("paper", "rank", OURS)
+MIGRATING = ("heddle", "rank", OURS)
 UNMOVED = "fcfs"
 """Variant that never migrates, whose tokens are compared with those of migrated
 trajectories.

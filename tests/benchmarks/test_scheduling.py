@@ -237,6 +237,8 @@ def run(makespan_s: float, tail_s: float, *, token: int = 1) -> VariantRun:
     counted = (
         "predictions",
         "predictions_late",
+        "awaited_s",
+        "plans",
         "preemptions",
         "migrations",
         "migrations_failed",
@@ -271,7 +273,8 @@ def test_figures_are_complete() -> None:
         )
         assert figures[f"tail_queueing_over_{variant}"] == 3.0
     assert figures["migration_token_mismatches"] == 0
-    assert figures["prediction_exposed_ms"] == 0
+    assert figures["prediction_exposed_ms"] == 2000.0
+    assert figures[f"plans_{OURS}"] == 2.0
     assert figures["predictions_late"] == 1.0
     assert figures[f"migration_exposed_ms_{OURS}"] == 2000.0
     assert figures["prefix_hit_fcfs"] == 0.75

@@ -21,7 +21,8 @@ MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 SCHEDULINGS: dict[str, dict[str, object]] = {
     "turn": {},
     "trajectory": {"scheduling": "trajectory"},
-    "heddle": {"scheduling": "trajectory", "policies": ["rank"]},
+    "rank": {"scheduling": "trajectory", "policies": ["rank"]},
+    "heddle": {"scheduling": "heddle"},
     "verl": {"policies": ["round_robin", "pinned"]},
     "verl*": {"policies": ["round_robin", "hybrid"]},
     "autellix": {"policies": ["shortest_first", "least_load"]},
@@ -52,7 +53,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
     if mode == "decoupled":
         rollout.pop("without", None)
         orders = [one for one in rollout.pop("policies", ()) if one in PRIORITIES]
-        by_length = rollout.pop("scheduling", "turn") == "trajectory"
+        by_length = rollout.pop("scheduling", "turn") != "turn"
         rollout["policies"] = orders or (["longest_first"] if by_length else [])
         sections["allocation"] = None
     without = [f"no_{name}" for name in rollout.pop("without", ())]

@@ -10,6 +10,7 @@ class SchedulingCounters(msgspec.Struct):
 
     predictions: int = 0  # requested
     predictions_late: int = 0  # came too late for the turn, or never
+    awaited_s: float = 0.0  # seconds for which first turns waited for predictions
     preemptions: int = 0
     overdue: int = 0  # turns that ran because they were overtaken too often
     plans: int = 0

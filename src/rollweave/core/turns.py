@@ -46,9 +46,25 @@ limit late.
 
 
 def set_timer(run: Run) -> None:
-    """Set the timer for the next check, or for the first engine that has rested."""
+    """Set the timer for the next check, for the first engine that has rested, or for a
+    mechanism's deadline, whichever is first.
+    """
     rests = [until for engine in run.state.engines.values() for until in engine.barred.values()]
-    run.emit(SetTimer(at=min([run.now + _period_s(run), *rests])))
+    wanted = [at for at in (run.state.turns.timer_at,) if at > run.now]
+    _set_timer(run, min([run.now + _period_s(run), *rests, *wanted]))
+
+
+def wake_by(run: Run, at: float) -> None:
+    """Let the timer fire no later than `at`, when a mechanism's deadline ends. The
+    mechanism asks again for a later deadline whenever the timer fires.
+    """
+    if not run.now < run.state.turns.timer_at <= at:
+        _set_timer(run, at)
+
+
+def _set_timer(run: Run, at: float) -> None:
+    run.state.turns.timer_at = at
+    run.emit(SetTimer(at=at))
 
 
 def _period_s(run: Run) -> float:

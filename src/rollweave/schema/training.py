@@ -144,7 +144,8 @@ TrainerReply = Trained | Measured | TrainFailed | Published | Copied | Saved | S
 
 class LengthContext(Struct, frozen=True, kw_only=True):
     """Describes a trajectory before turn `turn`: its task, its progress, and the
-    lengths observed in its group. Lengths are in tokens.
+    lengths observed in its group. Lengths are in tokens. Unless it is `answered`, the
+    environment has not answered the turn before.
 
     `siblings` members of its group have ended, after `sibling_mean` sampled tokens on
     average and `sibling_longest` at most. `reward` (of the steps so far) and `plan`
@@ -161,6 +162,7 @@ class LengthContext(Struct, frozen=True, kw_only=True):
     siblings: int
     sibling_mean: float
     sibling_longest: int
+    answered: bool = True
     reward: float = 0.0
     plan: tuple[int, ...] = ()
 

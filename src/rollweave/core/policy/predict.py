@@ -30,7 +30,7 @@ LOG_PROMPT, TURN, OUTPUT, SIBLING_MEAN = 0, 1, 2, 3
 and the siblings' mean without a transformation.
 """
 
-NUMBERS = 24
+NUMBERS = 25
 
 DOMAINS = 8
 """Number of slots for task domains. Later domains share the row without a domain, and
@@ -103,6 +103,7 @@ def row(context: LengthContext, slot: int | None) -> Table:
         _log(longest),
         _log(mean_left),
         _log(longest_left),
+        float(context.answered),
     ]
     domains = [0.0] * DOMAINS
     if slot is not None:

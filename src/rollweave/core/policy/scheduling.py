@@ -148,6 +148,13 @@ class Scheduling:
         return self.placement in PARTITIONS
 
     @cached_property
+    def plans_once(self) -> bool:
+        """True if the plan for a batch is kept, scaled to the trajectories that are
+        left, until the next batch (Heddle §5.3).
+        """
+        return self.placement == "presorted"
+
+    @cached_property
     def assigns(self) -> bool:
         """True if a trajectory is bound to an engine, and its turns wait for this
         engine even if another engine is free.
@@ -171,7 +178,7 @@ class Scheduling:
         """True if an engine reserves its KV cache for its own trajectories in the order
         of their ranks, which must not change often.
         """
-        return self.by_rank and self.priority in ("fcfs", "longest_first")
+        return self.placement == "partition" and self.priority in ("fcfs", "longest_first")
 
 
 def scheduling(rollout: RolloutConfig, ablation: AblationConfig) -> Scheduling:

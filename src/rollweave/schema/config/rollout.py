@@ -162,12 +162,13 @@ class RolloutConfig(Section):
     retries: Count = Field(
         2, description="Number of retries of a turn or an environment start after a failure."
     )
-    scheduling: Literal["turn", "trajectory"] = Field(
+    scheduling: Literal["turn", "trajectory", "heddle"] = Field(
         "turn",
         description="Preset of the policies that decide when and where turns run "
         "(core/policy/scheduling.py). turn: fcfs, affinity, never migrated; trajectory: "
-        "longest_first, partition, migrated by gain (Heddle); in mode decoupled, which has a "
-        "placement of its own, longest_first alone.",
+        "longest_first, partition, migrated by gain; heddle, as the paper prints it: "
+        "longest_first, presorted, migrated by rank; in mode decoupled, which has a "
+        "placement of its own, trajectory and heddle are longest_first alone.",
     )
     affinity: Literal["declared", "learned"] = Field(
         "declared",

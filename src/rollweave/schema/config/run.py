@@ -140,6 +140,7 @@ PARTITIONS = ("partition", "presorted")
 POLICIES = {
     "turn": ("fcfs", "affinity", "never"),
     "trajectory": ("longest_first", "partition", "gain"),
+    "heddle": ("longest_first", "presorted", "rank"),
 }
 """Priority, placement and migration of each preset."""
 

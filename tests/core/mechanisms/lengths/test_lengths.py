@@ -94,12 +94,22 @@ def test_the_predictor_is_asked_with_what_is_known_before_each_turn() -> None:
             turn=1,
             output_tokens=3,
             last_output_tokens=3,
+            observation_tokens=3,
+            tool_s=0.0,
+            sibling_longest=0,
+            answered=False,
+        ),
+        LengthContext(
+            **context,
+            turn=1,
+            output_tokens=3,
+            last_output_tokens=3,
             observation_tokens=10,
             tool_s=3.0,
             sibling_longest=0,
         ),
     ]
-    assert [command.turn for command in hand.asked if command.trajectory_id == FIRST] == [0, 1]
+    assert [command.turn for command in hand.asked if command.trajectory_id == FIRST] == [0, 1, 1]
     assert hand.core.state.counters.scheduling.predictions == len(hand.asked)
 
 
@@ -169,7 +179,6 @@ def test_a_prediction_is_the_estimate_less_what_is_sampled_since() -> None:
     hand = walk()
     first = hand.of(FIRST)
     assert work_of(hand.core._run, first).length_bucket == UNKNOWN
-    hand.core.state.mechanisms["placement"].partitions[""] = Partition(planned=9)
     hand.predicted(FIRST, 1, 99.6)
     assert work_of(hand.core._run, first).estimate == 100
     assert work_of(hand.core._run, first).predicted_at_turn == 1
@@ -178,10 +187,14 @@ def test_a_prediction_is_the_estimate_less_what_is_sampled_since() -> None:
     )
     assert work_of(hand.core._run, first).length_bucket == level_of(103, None)
     assert hand.stats.predicted_length == 103.0
-    assert hand.core.state.mechanisms["placement"].partitions[""].predictions == 1
+    hand.core.state.mechanisms["placement"].partitions[""] = Partition(planned=9)
     hand.done(FIRST, tokens=30)
+    hand.predicted(FIRST, 2, 70.0)
     assert work_of(hand.core._run, first).estimate == 70
     hand.feed(hand.requests(FIRST, context=50))
+    hand.predicted(FIRST, 2, 70.0)
+    partition = hand.core.state.mechanisms["placement"].partitions[""]
+    assert partition.predictions == 1, "a correction is no further prediction"
     hand.done(FIRST, tokens=90)
     assert work_of(hand.core._run, first).estimate == 1, "at least one token is left"
 
@@ -198,13 +211,12 @@ def test_what_is_no_answer_to_the_question_changes_no_estimate(turn: int, remain
     assert hand.stats.predicted_length is None
 
 
-def test_the_first_of_two_answers_counts() -> None:
+def test_the_second_answer_corrects_the_first() -> None:
+    """The first one is asked for beside the tool, and the second after its answer."""
     hand = walk()
     hand.predicted(FIRST, 1, 50.0)
     hand.predicted(FIRST, 1, 70.0)
-    assert work_of(hand.core._run, hand.of(FIRST)).estimate == 50
-    again = e.PredictionReady(trajectory_id=FIRST, attempt=0, turn=1, remaining_tokens=70.0)
-    assert not lengths.learn_prediction(hand.core._run, hand.of(FIRST), again)
+    assert work_of(hand.core._run, hand.of(FIRST)).estimate == 70
     hand.predicted(SECOND, 0, 1e300)
     assert work_of(hand.core._run, hand.of(SECOND)).estimate == MAX_ESTIMATE
 

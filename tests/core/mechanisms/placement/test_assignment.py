@@ -121,6 +121,17 @@ def test_ranks_are_planned_once_and_again_after_growth() -> None:
     assert run.state.mechanisms["placement"].partitions[""].predictions == 0
 
 
+def test_a_prediction_from_the_prompt_alone_chooses_the_engine_that_is_done_first() -> None:
+    """It is the same for a whole group, whose members would gather on one engine."""
+    run = running(100, 1, 1, 1)
+    longest, short, *_ = members(run)
+    home = assignment.engine_of_rank(run, longest)
+    work_of(run, short).assigned_engine = home
+    reindex(run, short)
+    assignment.assign_usable(run, longest, [])
+    assert work_of(run, longest).assigned_engine not in (home, None)
+
+
 def test_an_engine_that_drains_or_has_no_weights_gets_no_share() -> None:
     for change in ({"draining": True}, {"version": -1}):
         run = running(100, 1, 1, 1)
@@ -138,6 +149,7 @@ def test_a_trajectory_keeps_its_engine_while_that_is_usable() -> None:
     home = assignment.engine_of_rank(run, longest)
     work_of(run, short).assigned_engine = home
     reindex(run, short)
+    work_of(run, longest).predicted_at_turn = 1
     assignment.assign_usable(run, longest, [])
     assert work_of(run, longest).assigned_engine == home, (
         "its rank's, although the other one is idle"

@@ -1,5 +1,6 @@
-"""Estimates of the trajectories' lengths. A prediction is requested when the
-environment has answered, and is never waited for.
+"""Estimates of the trajectories' lengths. A prediction is requested with the first
+turn, at the end of every turn, beside the tool, and again when the environment has
+answered. Only a first turn may wait for it, and briefly (`placement/first_dispatch`).
 
 Every trajectory has an estimate at any time: the last prediction less the tokens
 sampled since, or the mean of its task domain before the first prediction. A predictor
@@ -83,7 +84,7 @@ def learn_request(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         learn_prompt(run, trajectory)
     work.kv_demand = turn.context_tokens + round(stats.turn_tokens or 0.0)
     reindex(run, trajectory)
-    _request_prediction(run, trajectory, work, turn)
+    _request_prediction(run, trajectory, work, turn.number, answered=True)
 
 
 def learn_turn(
@@ -101,14 +102,17 @@ def learn_turn(
     run.state.counters.scheduling.predictions_late += (
         work.prediction_requested_for > work.predicted_at_turn
     )
+    _request_prediction(run, trajectory, work, turn.number + 1, answered=False)
 
 
 def learn_prediction(run: Run, trajectory: Trajectory, event: PredictionReady) -> bool:
-    """Take the estimate; False if it is late, repeated or not a number."""
+    """Take the estimate; False if it is late or not a number. The second one for a turn
+    corrects the first one.
+    """
     work = work_of(run, trajectory)
     if trajectory.stage is not Stage.RUN or event.turn != work.prediction_requested_for:
         return False
-    if work.predicted_at_turn >= event.turn or not math.isfinite(event.remaining_tokens):
+    if not math.isfinite(event.remaining_tokens):
         return False
     work.predicted_at_turn = event.turn
     _set_estimate(run, trajectory, work, event.remaining_tokens)
@@ -216,8 +220,11 @@ def _set_estimate(run: Run, trajectory: Trajectory, work: Work, tokens: float) -
     reindex(run, trajectory)
 
 
-def _request_prediction(run: Run, trajectory: Trajectory, work: Work, turn: Turn) -> None:
-    """Request a prediction while the turn waits and runs.
+def _request_prediction(
+    run: Run, trajectory: Trajectory, work: Work, turn: int, *, answered: bool
+) -> None:
+    """Request a prediction for the attempt's next turn, before the environment has
+    answered or thereafter.
 
     Evaluations sample otherwise, and are not learned from.
     """
@@ -226,17 +233,18 @@ def _request_prediction(run: Run, trajectory: Trajectory, work: Work, turn: Turn
         return
     siblings = [run.state.trajectories[member] for member in group.members]
     lengths = [sibling.output_tokens for sibling in siblings if sibling.stage in FINISHED]
-    work.prediction_requested_for = turn.number
+    work.prediction_requested_for = turn
     run.state.counters.scheduling.predictions += 1
     run.emit(
         Predict(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
-            turn=turn.number,
+            turn=turn,
             context=LengthContext(
                 domain=group.name,
                 prompt_tokens=trajectory.prompt_tokens,
-                turn=turn.number,
+                turn=turn,
+                answered=answered,
                 output_tokens=trajectory.output_tokens,
                 last_output_tokens=work.last_output_tokens,
                 observation_tokens=max(0, _context_growth(trajectory) - trajectory.output_tokens),

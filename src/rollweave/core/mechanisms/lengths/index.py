@@ -192,13 +192,14 @@ class LengthIndex:
             if not load.remaining:
                 del self.loads[entry.assigned_engine]
 
-    def works(self, pool: str) -> list[tuple[int, int]]:
+    def works(self, pool: str, *, whole: bool = False) -> list[tuple[int, int]]:
         """Return the tokens to sample and the KV token steps of every trajectory that
-        prefers this pool, the longest first.
+        prefers this pool, the longest first; of its `whole` length, which ranks it, or
+        of what is left of it.
         """
         return sorted(
             (
-                (-entry.remaining[0], entry.occupied)
+                (-(entry.rank if whole else entry.remaining)[0], entry.occupied)
                 for entry in self._entries.values()
                 if entry.pool == pool
             ),

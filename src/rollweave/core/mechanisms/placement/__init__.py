@@ -6,6 +6,7 @@ from rollweave.core.mechanisms.placement import (
     allocation,
     assignment,
     dispatch,
+    first_dispatch,
     migration,
     transfers,
 )
@@ -13,7 +14,7 @@ from rollweave.core.mechanisms.placement.assignment import Placement
 from rollweave.core.mechanisms.placement.dispatch import AssignedEngine
 from rollweave.core.policy.scheduling import assigns, splits_turns
 from rollweave.core.run import Chooser, EngineMove, Mechanism, Run, TrainerMove, TurnMove
-from rollweave.core.state import Stage
+from rollweave.core.state import Stage, Trajectory, Turn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import MigrationDone, WorldLost
 
@@ -29,6 +30,16 @@ def _choose_engine(config: RunConfig) -> Chooser | None:
     return AssignedEngine() if assigns(config) else None
 
 
+def _requested(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    transfers.hold_turn(run, trajectory, turn)
+    first_dispatch.hold(run, trajectory, turn)
+
+
+def _check_late(run: Run) -> None:
+    transfers.check_late(run)
+    first_dispatch.give_up_late(run)
+
+
 def _check(run: Run) -> None:
     transfers.check(run)
     assignment.check(run)
@@ -40,11 +51,11 @@ MECHANISM = Mechanism(
     state=Placement,
     choose_engine=_choose_engine,
     handlers={MigrationDone: transfers.on_done, WorldLost: transfers.on_world_lost},
-    steps={"launch groups": allocation.advance, "moves of trajectories": transfers.check_late},
+    steps={"launch groups": allocation.advance, "moves of trajectories": _check_late},
     follows={
         Stage.EVAL_QUEUED: transfers.forget,
         Stage.OVER: transfers.forget,
-        TurnMove.REQUESTED: transfers.hold_turn,
+        TurnMove.REQUESTED: _requested,
         TurnMove.GIVEN: dispatch.keep_resident,
         TurnMove.DONE: migration.turn_done,
         TurnMove.REVISED: migration.revised,

@@ -67,7 +67,8 @@ class Partition(msgspec.Struct):
 
     shares: list[Share] = []
     planned: int = 0
-    predictions: int = 0  # received since the plan was made
+    predictions: int = 0  # received since the plan was made, one for each turn
+    dispatched: int = 0  # attempts dispatched for the first time since then
 
 
 class Placement(msgspec.Struct):
@@ -79,6 +80,9 @@ class Placement(msgspec.Struct):
     planned_at: int = 0  # step of the last plan of degrees
     # degree of running engines whose costs are unknown → step since when
     awaited: dict[int, int] = {}
+    # first turns that wait for a prediction → since when (placement/first_dispatch)
+    held: dict[TrajectoryId, float] = {}
+    silent: bool = False  # the predictor has let such a turn wait in vain, and not answered since
 
 
 def migration_of(run: Run, trajectory: Trajectory) -> int | None:
@@ -185,9 +189,11 @@ def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) 
     if not wanted:
         return None
     # Without a prediction for the trajectory its rank is meaningless, and members of a
-    # group would gather on one engine.
-    if run.scheduling.by_rank and work_of(run, trajectory).predicted_at_turn >= 0:
-        target = engine_of_rank(run, trajectory)
+    # group would gather on one engine. A prediction from the prompt alone is the same
+    # for the group, too; the paper ranks by it.
+    predicted = work_of(run, trajectory).predicted_at_turn
+    if run.scheduling.by_rank and predicted >= (0 if run.scheduling.plans_once else 1):
+        target = engine_of_rank(run, trajectory, first=trajectory.turns_requested <= 1)
         if any(engine.id == target for engine in wanted):
             return target
     return min(wanted, key=lambda engine: work_s(run, engine)).id
@@ -261,14 +267,40 @@ def work_s(run: Run, engine: Engine) -> float:
     return load.work_s
 
 
-def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
+def is_plan_due(run: Run, trajectory: Trajectory) -> bool:
+    """True if the first dispatch of the trajectory's attempt makes a plan.
+
+    The plan of Heddle §5.2 is made once for a batch: the next one is due when as many
+    attempts as the batch has were dispatched.
+    """
+    pool = run.preferred_pool(trajectory)
+    partition, active = run.part(Placement).partitions.get(pool), index_of(run).count(pool)
+    if partition is None:
+        return True
+    if run.scheduling.plans_once:
+        batch = run.config.rollout.groups_per_step * max(run.group_sizes.values())
+        return partition.dispatched >= min(batch, partition.planned)
+    return max(active, partition.predictions) > REPLAN_GROWTH * partition.planned
+
+
+def count_dispatch(run: Run, trajectory: Trajectory) -> None:
+    """Count the first dispatch of an attempt."""
+    partition = run.part(Placement).partitions.get(run.preferred_pool(trajectory))
+    if partition is not None:
+        partition.dispatched += 1
+
+
+def engine_of_rank(run: Run, trajectory: Trajectory, *, first: bool = False) -> EngineId:
     """Return the engine for the trajectory's rank among the trajectories that prefer
-    its pool.
+    its pool. A plan that is made once is made at the `first` dispatch of an attempt.
     """
     order, pool = index_of(run), run.preferred_pool(trajectory)
     partition, active = run.part(Placement).partitions.get(pool), order.count(pool)
-    if partition is None or max(active, partition.predictions) > REPLAN_GROWTH * partition.planned:
-        works, engines = order.works(pool), usable(run, trajectory)
+    plans = first or not run.scheduling.plans_once
+    if partition is None or (plans and is_plan_due(run, trajectory)):
+        # one length for the plan and the ranks, as in Heddle §5.2
+        works = order.works(pool, whole=run.scheduling.plans_once)
+        engines = usable(run, trajectory)
         partition = run.part(Placement).partitions[pool] = _plan(run, works, engines)
     sizes = [share.size for share in partition.shares]
     return partition.shares[

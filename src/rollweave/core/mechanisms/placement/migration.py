@@ -17,7 +17,7 @@ from rollweave.core.mechanisms.lengths.index import (
     reindex,
     work_of,
 )
-from rollweave.core.mechanisms.placement import assignment, transfers
+from rollweave.core.mechanisms.placement import assignment, first_dispatch, transfers
 from rollweave.core.mechanisms.placement.assignment import Placement, migration_of
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Queued, Trajectory, Turn
@@ -37,8 +37,11 @@ to move only to balance the two: estimates err by about this ratio.
 def turn_done(
     run: Run, trajectory: Trajectory, _turn: Turn, _engine: Engine, _event: TurnDone
 ) -> None:
-    """Consider a move while the environment works."""
-    if run.scheduling.assigns and work_of(run, trajectory).predicted_at_turn >= 0:
+    """Consider a move while the environment works. With a predictor that answers,
+    `revised` does so when its prediction for this interval comes.
+    """
+    moves = run.scheduling.assigns and run.part(Placement).silent
+    if moves and work_of(run, trajectory).predicted_at_turn >= 0:
         dispatching.release(run, consider(run, trajectory))
 
 
@@ -47,8 +50,8 @@ def revised(run: Run, trajectory: Trajectory, turn: Turn | None) -> None:
     if not run.scheduling.assigns:
         return
     partition = run.part(Placement).partitions.get(run.preferred_pool(trajectory))
-    if partition is not None:
-        partition.predictions += 1
+    if partition is not None and (turn is None or trajectory.turns_requested <= 1):
+        partition.predictions += 1  # one for each turn, not its correction
     if turn is None:
         dispatching.release(run, consider(run, trajectory))
     elif (
@@ -58,6 +61,7 @@ def revised(run: Run, trajectory: Trajectory, turn: Turn | None) -> None:
     ):
         work_of(run, trajectory).assigned_engine = None  # no engine has KV of it yet
         reindex(run, trajectory)
+    first_dispatch.revised(run, trajectory)
 
 
 def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
