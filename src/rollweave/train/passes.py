@@ -55,7 +55,7 @@ class Passes:
     """Runs a model over examples.
 
     `micro_tokens` bounds one pass, unless a single example is longer. `device` is the
-    model's device during a pass.
+    model's device during a pass. `before_pass` is called before each pass of training.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Passes:
         *,
         micro_tokens: int,
         device: torch.device | None = None,
+        before_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
+        self._before_pass = before_pass
         self.ranks = ranks
         self.device = device if device is not None else next(model.parameters()).device
         self._micro_tokens = (
@@ -89,6 +91,7 @@ class Passes:
         plan, work = self._plan(examples, chosen)
         for number, indices in enumerate(plan):
             sync_gradients(self.model, number == len(plan) - 1)
+            self._before_pass()
             packed = pack([examples[index] for index in indices]).to(self.device)
             scores = self.model(
                 packed, temperature, reference_of(indices) if reference_of is not None else None
@@ -118,6 +121,7 @@ class Passes:
             )
         )
         for number, indices in enumerate(plan):
+            self._before_pass()
             packed = pack([examples[index] for index in indices]).to(self.device)
             values = self.model(packed, temperature).logprobs
             if number < work:

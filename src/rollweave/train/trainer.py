@@ -72,8 +72,16 @@ class Trainer:
     `handle` is the whole interface of a run; `warm_up` comes before it.
     """
 
-    def __init__(self, config: RunConfig, model_dir: Path, *, ranks: RankGroup = ALONE) -> None:
-        """Load `model_dir`, as one of `ranks`.
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        *,
+        ranks: RankGroup = ALONE,
+        before_pass: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Load `model_dir`, as one of `ranks`. `before_pass` is called before each
+        pass.
 
         Raises `TrainerError` for a model that it cannot train.
         """
@@ -104,7 +112,11 @@ class Trainer:
         trainer = config.trainer
         self._state = TrainedState(self._model, trainer, ranks, device, on_device=not alone)
         self._passes = Passes(
-            self._model, self._ranks, micro_tokens=trainer.micro_tokens, device=device
+            self._model,
+            self._ranks,
+            micro_tokens=trainer.micro_tokens,
+            device=device,
+            before_pass=before_pass,
         )
         published: torch.dtype = getattr(torch, config.model.dtype)
         self._publisher = WeightPublisher(

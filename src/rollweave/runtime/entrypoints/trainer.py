@@ -5,11 +5,14 @@ started by `runtime/supervisors/trainer_link.py`.
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from rollweave.envs.tasks import TaskSource
+from rollweave.io.machine import device_named
+from rollweave.io.spare_cores import SpareCores
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.runtime.roles.worker import Worker
@@ -59,10 +62,26 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
             _await_model(random_dir)
         if config.lora is not None:
             _make_base(config, random_dir, model_dir, ranks)
-    trainer = Trainer(config, model_dir, ranks=ranks)
+    trainer = Trainer(config, model_dir, ranks=ranks, before_pass=_follow_cores(config))
     if spec.warm_up and config.warmup.steps and (scratch is None or config.lora is None):
         _warm_up(trainer, config, model_dir)
     return trainer.ready(), trainer
+
+
+def _follow_cores(config: RunConfig) -> Callable[[], None]:
+    """Return what gives the trainer the cores that are idle. A run with deterministic
+    engines keeps its threads: sums of floats depend on their number.
+    """
+    on_cpu = device_named(config.model.device).type == "cpu"
+    if not on_cpu or any(group.deterministic for group in config.engines):
+        return lambda: None
+    cores = SpareCores(TRAINER_THREADS)
+
+    def follow() -> None:
+        if cores.follow() != torch.get_num_threads():
+            torch.set_num_threads(cores.threads)
+
+    return follow
 
 
 def _warm_up(trainer: Trainer, config: RunConfig, model_dir: Path) -> None:
