@@ -173,6 +173,7 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
         "rollweave_vllm_constraints",
         "rollweave_vllm_leases",
         "rollweave_vllm_routes",
+        "rollweave_vllm_scheduler",
         "rollweave_vllm_weights",
         "sglang_launcher",
     }

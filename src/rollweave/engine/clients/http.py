@@ -209,6 +209,11 @@ class HttpEngine:
         if call is not None:
             resolve(call.stop, FinishReason.ABORTED)
 
+    def wire_id(self, request_id: str) -> str | None:
+        """Return the id that the server has for a request; None if it has none."""
+        call = self._calls.get(request_id)
+        return call.wire_id if call is not None and call.sent else None
+
     async def stats(self) -> EngineStats:
         """Return the server's sample if it provides one, else the requests and tokens
         of this client, without KV.

@@ -137,9 +137,11 @@ class AttachedServer:
         url: str,
         token: str,
         *,
+        preempts: bool = False,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._name, self.url, self.token, self._sleep = name, url, token, sleep
+        self.preempts = preempts
         self._given_up = asyncio.Event()
 
     def on_ready(self) -> None:
@@ -202,7 +204,8 @@ async def _lease(kind: LeasedKind, url: str, spec: EngineSpec) -> AttachedServer
     holder = f"{settings.holder} {spec.id}"
     answer = await _call(name, url, LEASE, settings.token, {"holder": holder}, may_conflict=True)
     try:
-        return AttachedServer(name, url, msgspec.json.decode(answer, type=Lease).token)
+        token = msgspec.json.decode(answer, type=Lease).token
+        return AttachedServer(name, url, token, preempts=about.preempts)
     except msgspec.DecodeError:
         other = about.holder or "another engine"
         raise UnreachableError(f"it is leased by {other}") from None

@@ -6,6 +6,7 @@ achieve is checked afterwards; each call has a separate connection, because a se
 close a connection after an error.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -14,6 +15,12 @@ import msgspec
 
 from rollweave.engine.servers.published import HeldWeights
 from rollweave.schema.errors import EngineError
+
+RERANK = "/rollweave/rerank"
+"""The plug-in's route that changes a priority, as in `plugin/rollweave_leases`."""
+
+RERANK_S = 2.0
+"""Maximum seconds of such a call."""
 
 ERROR_CHARS = 400
 """Maximum number of characters of the server's message in an error."""
@@ -59,6 +66,11 @@ class Control(Protocol):
         from now on.
         """
 
+    async def rerank(self, request_id: str, priority: int) -> None:
+        """Change the priority of a request, in a server that preempts. The order of
+        requests is all that a failed call leaves as it was.
+        """
+
     async def gauges(self) -> Mapping[str, float]:
         """Return what the server measures, of `running`, `waiting`, `kv_share` and
         `preemptions`; nothing if it does not answer now.
@@ -85,6 +97,14 @@ class Calls:
 
     async def close(self) -> None:
         await self._session.close()
+
+    async def rerank(self, request_id: str, priority: int) -> None:
+        """See `Control`."""
+        body = msgspec.json.encode({"id": request_id, "priority": priority})
+        limit = aiohttp.ClientTimeout(total=RERANK_S)
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with self._session.post(f"{self._url}{RERANK}", data=body, timeout=limit):
+                pass
 
     async def call(
         self, route: str, body: dict[str, Any] | None = None, **query: str

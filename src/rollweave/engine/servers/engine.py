@@ -10,11 +10,11 @@ state of the server is not known: the engine ends with `EngineFatal`, and so doe
 server.
 
 KV is exported and imported by the kind's mover, if the engine has one. Ranks that
-change later are ignored, since servers take a priority with the request only, and
-memory is not given back.
+change later are ignored by servers that do not preempt, and memory is not given back.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing
@@ -36,6 +36,7 @@ from rollweave.engine.servers.published import (
     published_model,
 )
 from rollweave.engine.servers.reports import ProgressReports, UpdateTimes
+from rollweave.engine.servers.versions import PER_RANK
 from rollweave.engine.servers.vllm_kv import moved
 from rollweave.io.extras import USER_CODE_RULE, user_code_is_allowed
 from rollweave.io.locked_folders import temporary_folder
@@ -80,6 +81,9 @@ REPLY_S = 10.0
 """Maximum seconds to connect, and for a health check: a server that computes a long
 prompt on a busy CPU answers late.
 """
+
+MAX_REQUESTS = 1 << 16
+"""Maximum number of requests at a server that preempts: more than the core gives it."""
 
 END_S = 0.5
 """Maximum seconds from a failed call to the end of the server that caused it."""
@@ -174,7 +178,8 @@ class ServerEngine:
             url=self._server.url,
             vocab=shape.vocab,
             dialect=kind.dialect,
-            slots=spec.max_slots,
+            # one that preempts orders what waits by itself
+            slots=MAX_REQUESTS if self._server.preempts else spec.max_slots,
             kv_tokens=spec.kv_tokens,
             token=self._server.token,
         )
@@ -205,7 +210,7 @@ class ServerEngine:
                     max_context=max_context(spec, shape),
                     stages=True,
                     moves_kv=self._mover is not None,
-                    preempts=False,
+                    preempts=self._server.preempts,
                 )
             )
             handling = self._spawn(self._handle_all(commands), "commands")
@@ -269,8 +274,8 @@ class ServerEngine:
             case ReleaseKv(id=id, abandoned=abandoned):
                 if self._mover is not None and not abandoned:
                     self._mover.release(id)
-            case Rerank():
-                pass
+            case Rerank(id=id, rank=rank):
+                self._rerank(id, rank)
             case Shutdown():
                 raise AssertionError("the caller ends")
             case _:
@@ -298,6 +303,18 @@ class ServerEngine:
             return
         self._forget(request_id)
         self._reply(Generated(result=unextended_result(request, FinishReason.ABORTED)))
+
+    def _rerank(self, request_id: str, rank: float) -> None:
+        """Change a rank, on a server that preempts; others take a priority with the
+        request only.
+        """
+        request = self._waiting.get(request_id)
+        if not math.isfinite(rank):
+            return
+        if request is not None:
+            self._waiting[request_id] = msgspec.structs.replace(request, rank=rank)
+        elif self._server.preempts and (id := self._http.wire_id(request_id)) is not None:
+            self._spawn(self._control.rerank(id, -round(rank * PER_RANK)), "rank")
 
     def _send(self, request: GenerateRequest) -> None:
         answer = self._http.generate(request, self._on_tokens.get(request.id))

@@ -52,10 +52,13 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class Server(Protocol):
-    """A server at `url` that requires `token`."""
+    """A server at `url` that requires `token`. If it `preempts`, a request takes the
+    slot of a running one of lower priority, and priorities can change.
+    """
 
     url: str
     token: str
+    preempts: bool
 
     def on_ready(self) -> None:
         """Clean up once the server and all of its children have started."""
@@ -72,6 +75,8 @@ class ServerProcess:
     arguments that `arguments` returns for a port, and the environment that
     `environment` returns for a token. Raises EngineError if it cannot start.
     """
+
+    preempts = False
 
     def __init__(
         self,

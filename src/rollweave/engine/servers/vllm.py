@@ -77,7 +77,15 @@ from rollweave.weights.checkpoint import ModelShape
 NEEDED: dict[str, tuple[str, ...]] = {
     "entrypoints": (*ROUTES, GENERATE, ABORT),
     "distributed/weight_transfer": ("register_engine",),
-    "v1": ("apply_grammar_bitmask", "GuidanceBackend", "all_stop_token_ids"),
+    "v1": (
+        "apply_grammar_bitmask",
+        "GuidanceBackend",
+        "all_stop_token_ids",
+        "_preempt_request",
+        "kv_holding_waiting",
+        "max_num_active_reqs",
+        "num_stale_output_tokens",
+    ),
     "model_executor/model_loader/reload": (
         "initialize_layerwise_reload",
         "finalize_layerwise_reload",
@@ -141,6 +149,12 @@ SPARE_BLOCKS = 2
 fit beside them.
 """
 
+OWN_SCHEDULER = "--scheduler-cls"
+"""The argument with which a user gives a server a scheduler of his own."""
+
+SCHEDULERS = "rollweave_vllm_scheduler"
+"""The module of the schedulers that preempt, which the plug-in has."""
+
 BLOCK_TOKENS = 32
 """Tokens in a block on a CPU, where vLLM's default would be 128; fewer elsewhere."""
 
@@ -152,6 +166,7 @@ class VllmServer(ServerProcess):
 
     def __init__(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> None:
         settings = settings_of(spec)
+        self.preempts = not any(one.startswith(OWN_SCHEDULER) for one in settings.args)
         super().__init__(
             "vLLM",
             settings.python,
@@ -191,6 +206,8 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
     degree, context = settings.degree, max_context(spec, shape)
     own = dataclasses.replace(shape, kv_heads=-(-shape.kv_heads // degree))
     kv_tokens = spec.kv_tokens + SPARE_BLOCKS * BLOCK_TOKENS
+    recorded = spec.routes and spec.device == "cpu"  # the recorder takes each step's tokens
+    in_order = recorded or "--no-async-scheduling" in settings.args
     ours: dict[str, object] = {
         "model": spec.model,
         "served-model-name": NAME,
@@ -202,6 +219,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         "tensor-parallel-size": degree,
         "kv-cache-memory-bytes": own.kv_bytes(NUMBER_BYTES[spec.dtype]) * kv_tokens,
         "scheduling-policy": "priority",
+        "scheduler-cls": f"{SCHEDULERS}.{'Sync' * in_order}PreemptingScheduler",
         "weight-transfer-config": json.dumps({"backend": NAME}),
         "structured-outputs-config": json.dumps({"backend": GRAMMARS, "enable_in_reasoning": True}),
         "middleware": "rollweave_vllm.Guard",
@@ -222,8 +240,8 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         if degree == 1:
             ours["distributed-executor-backend"] = "uni"
         switches += ["enforce-eager", "no-enable-chunked-prefill"]
-        if spec.routes:
-            switches.append("no-async-scheduling")  # the recorder takes each step's tokens
+        if recorded:
+            switches.append("no-async-scheduling")
     return command_line(ours, switches, settings.args)
 
 

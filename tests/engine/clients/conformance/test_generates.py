@@ -241,6 +241,31 @@ async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> Non
     assert (await waiting).id == "r0"
 
 
+@pytest.mark.parametrize("kind", ["ours in a thread", SERVERS[0]])
+async def test_a_request_whose_rank_rises_takes_the_slot_of_another(
+    connect: Connect, kind: str
+) -> None:
+    """The preempted request continues where it was, with the same tokens."""
+
+    def long(id: str, number: int) -> s.GenerateRequest:
+        endless = s.Sampling(max_tokens=110, seed=number, allowed=(7, 8, 9))
+        return s.GenerateRequest(id=id, tokens=(5, number), sampling=endless)
+
+    client = connect(kind)
+    assert (await client.ready()).preempts
+    await client.suspend()
+    running = [client.generate(long(f"r{number}", number)) for number in range(5)]
+    client.resume()
+    while (await client.stats()).running < 4:  # noqa: ASYNC110 (the engine's own count)
+        await asyncio.sleep(0)
+    for number, answer in enumerate(running):
+        client.rerank(f"r{number}", 1.0 if answer is running[-1] else 0.0)
+    preempted = await asyncio.gather(*running)
+    assert (await client.stats()).preemptions >= 1
+    alone = [await client.generate(long(f"a{number}", number)) for number in range(5)]
+    assert [one.tokens for one in preempted] == [one.tokens for one in alone]
+
+
 @pytest.mark.parametrize("kind", HTTP)
 async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, kind: str) -> None:
     """This covers without suspension what the other tests show of other backends."""

@@ -33,6 +33,8 @@ LEASE_S = 30.0
 
 OPEN = "/health"
 ABOUT, LEASE, RELEASE = "/rollweave/about", "/rollweave/lease", "/rollweave/release"
+RERANK = "/rollweave/rerank"
+"""The route that changes the priority of a request."""
 
 BODY_BYTES = 1 << 16
 """Maximum number of bytes in the body of a request to these routes."""
@@ -115,6 +117,9 @@ class LeasedGuard:
         """Return what the server with this application is."""
         raise NotImplementedError
 
+    async def rerank(self, app: Any, body: dict[str, Any]) -> None:
+        """Change the priority of a request, where the server can."""
+
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
@@ -124,23 +129,26 @@ class LeasedGuard:
         token = given.removeprefix("Bearer ")
         holds = self._leases.admits(token)
         if not (holds or hmac.compare_digest(token.encode(), self._token.encode())):
-            await _answer(send, 401, {"detail": "no token of this server or of its lease"})
+            await answer(send, 401, {"detail": "no token of this server or of its lease"})
         elif path == ABOUT:
             await self._describe(scope, receive, send)
         elif path == LEASE:
-            await self._lease(await _body(receive), send)
+            await self._lease(await read_body(receive), send)
         elif holds and path == RELEASE:
             self._leases.release()
-            await _answer(send, 200, {})
+            await answer(send, 200, {})
+        elif holds and path == RERANK:
+            await self.rerank(scope["app"], await read_body(receive))
+            await answer(send, 200, {})
         elif holds or path == OPEN:
             await self._app(scope, receive, send)
         else:
-            await _answer(send, 403, {"detail": f"{path} needs a lease, see {LEASE}"})
+            await answer(send, 403, {"detail": f"{path} needs a lease, see {LEASE}"})
 
     async def _describe(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answer what the server is, and whether it can read the caller's memory."""
-        sample = await _body(receive)
-        await _answer(
+        sample = await read_body(receive)
+        await answer(
             send,
             200,
             {
@@ -156,9 +164,9 @@ class LeasedGuard:
         holder = str(body.get("holder", ""))
         token = self._leases.take(holder) if holder else None
         if token is None:
-            await _answer(send, 409, {"holder": self._leases.holder})
+            await answer(send, 409, {"holder": self._leases.holder})
         else:
-            await _answer(send, 200, {"token": token})
+            await answer(send, 200, {"token": token})
 
 
 def unreadable(sample: dict[str, Any]) -> str:
@@ -173,7 +181,7 @@ def unreadable(sample: dict[str, Any]) -> str:
     return "" if digest == sample.get("sha256") else "it has other content there"
 
 
-async def _body(receive: Receive) -> dict[str, Any]:
+async def read_body(receive: Receive) -> dict[str, Any]:
     """Return the JSON object in the body of a request; an empty one if there is
     none.
     """
@@ -189,7 +197,7 @@ async def _body(receive: Receive) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+async def answer(send: Send, status: int, body: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import rollweave_vllm_constraints
-from rollweave_leases import Application, Receive, Send, run_server
+from rollweave_leases import RERANK, Application, Receive, Send, answer, read_body, run_server
 
 NAME = "rollweave"
 """The name of the weight transfer in vLLM's `--weight-transfer-config`."""
@@ -110,11 +110,23 @@ class Guard:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b'{"detail": "no token"}'})
             return
+        if scope["type"] == "http" and scope["path"] == RERANK:
+            await rerank(scope["app"], await read_body(receive))
+            await answer(send, 200, {})
+            return
         await self._app(scope, receive, send)
 
     def _admits(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         given = dict(headers).get(b"authorization", b"")
         return hmac.compare_digest(given, self._expected)
+
+
+async def rerank(app: Any, body: dict[str, Any]) -> None:
+    """Change the priority of a request in the server with this application, if its
+    scheduler is one of `rollweave_vllm_scheduler`.
+    """
+    core = app.state.engine_client.engine_core
+    await core.call_utility_async("rollweave_rerank", str(body["id"]), int(body["priority"]))
 
 
 KV = "ROLLWEAVE_VLLM_KV"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import rollweave_leases
-from rollweave_vllm import MAIN, NAME, SERVER, TOKEN, register_spans
+from rollweave_vllm import MAIN, NAME, SERVER, TOKEN, register_spans, rerank
 
 OPTIONS = (
     "--enable-scale-out",
     "--enable-prompt-tokens-details",
     "--disable-uvicorn-access-log",
     "--scheduling-policy=priority",
+    "--scheduler-cls=rollweave_vllm_scheduler.PreemptingScheduler",
     f"--weight-transfer-config={json.dumps({'backend': NAME})}",
     "--structured-outputs-config="
     f"{json.dumps({'backend': 'guidance', 'enable_in_reasoning': True})}",
@@ -52,6 +53,9 @@ class LeasedGuard(rollweave_leases.LeasedGuard):  # type: ignore[misc]
     def about(self, app: Any) -> dict[str, Any]:
         return about(app.state.vllm_config)
 
+    async def rerank(self, app: Any, body: dict[str, Any]) -> None:
+        await rerank(app, body)
+
 
 def about(config: Any) -> dict[str, Any]:
     """Return what a server with this configuration of vLLM is."""
@@ -65,6 +69,7 @@ def about(config: Any) -> dict[str, Any]:
         "logprobs": str(model.logprobs_mode),
         "slots": scheduler.max_num_seqs,
         "policy": str(scheduler.policy),
+        "preempts": "rollweave_vllm_scheduler" in str(getattr(scheduler, "scheduler_cls", "")),
         "chunked_prefill": bool(scheduler.enable_chunked_prefill),
         "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
         "prefix_cache": bool(cache.enable_prefix_caching),
