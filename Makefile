@@ -59,7 +59,7 @@ gpu: $(if $(wildcard .whl),,.venv/ready-test)
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
 # Measured on 2026-11-24: core 99 %, its policies 99 %, schema 93 %.
-COVERED := tests/core tests/schema tests/test_public.py tests/service/test_engine_access.py
+COVERED := tests/core tests/schema tests/test_public.py packages/service/tests/test_engine_access.py
 coverage: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/coverage run -m pytest -p no:randomly -m "not slow" $(COVERED)
 	$(BIN)/coverage report --include '*/rollweave/core/*' --fail-under 97
@@ -91,7 +91,7 @@ format: .venv/ready-test
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e packages/sim -e packages/papers
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e packages/service -e packages/sim -e packages/papers
 	touch $@
 
 .venv/ready-test: .venv/ready

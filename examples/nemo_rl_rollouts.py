@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rollweave import MemberStatus, RolloutRequest, Rollouts, SegmentKind, StopReason, TokenSequence
+from rollweave import SegmentKind, StopReason, TokenSequence
+from rollweave_service import MemberStatus, RolloutRequest, Rollouts
 
 ROLES = {
     SegmentKind.PROMPT: "user",

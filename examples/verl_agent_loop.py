@@ -28,16 +28,10 @@ import asyncio
 import secrets
 from typing import Any
 
-from rollweave import (
-    Decoding,
-    EngineRequest,
-    RolloutClient,
-    RolloutRequest,
-    RollweaveError,
-    Trajectory,
-)
+from rollweave import Decoding, RollweaveError, Trajectory
 from rollweave.io.http.fields import refused_field
-from rollweave.service.adapters.rows import row_of
+from rollweave_service import EngineRequest, RolloutClient, RolloutRequest
+from rollweave_service.adapters.rows import row_of
 
 try:
     from verl.experimental.agent_loop.agent_loop import (

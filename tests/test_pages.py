@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rollweave
+import rollweave_service
 from rollweave import Split
 from rollweave.cli.main import app
 from rollweave.envs.base import Episode, Score
@@ -144,4 +145,5 @@ def test_every_page_and_public_name_is_in_the_site() -> None:
     docs = ROOT / "docs"
     assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} <= listed
     subjects = runpy.run_path(str(docs / "site/hooks.py"))["SUBJECTS"]
-    assert {name for names in subjects.values() for name in names} == set(rollweave.__all__)
+    public = {*rollweave.__all__, *rollweave_service.__all__}
+    assert {name for names in subjects.values() for name in names} == public

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import rollweave
+import rollweave_service
 from rollweave import RollweaveError, RunConfig, Summary, train
 from rollweave.io.extras import EXTRAS
 from rollweave.schema.config.loading import load
@@ -21,7 +22,6 @@ from tests.support.commands import CONFIG
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = (
-    "rollweave.core.policy.dapo.",
     "rollweave.engine.embedded.",
     "rollweave.envs.handlers.tools.",
     "rollweave.io.http.fields.",
@@ -30,12 +30,12 @@ PUBLIC = (
     "rollweave.runtime.roles.",
     "rollweave.sandbox.",
     "rollweave.schema.serving.",
-    "rollweave.service.adapters.",
     "rollweave.weights.delta",
+    "rollweave_service.adapters.",
 )
 """Prefixes of the names that pages in docs/ and examples may import from modules."""
 
-PROMISED = {"Env", "Observation", "Step", "Message", "Task", "AgentHandler", "train", "Rollouts"}
+PROMISED = {"Env", "Observation", "Step", "Message", "Task", "AgentHandler", "train"}
 
 
 def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -53,12 +53,12 @@ def parsed(source: str) -> ast.Module:
     return tree
 
 
-def public_imports(source: str) -> set[str]:
+def public_imports(source: str, package: str = "rollweave") -> set[str]:
     """Names that `source` imports from the package itself."""
     nodes = [
         node
         for node in ast.walk(parsed(source))
-        if isinstance(node, ast.ImportFrom) and node.module == "rollweave"
+        if isinstance(node, ast.ImportFrom) and node.module == package
     ]
     return {alias.name for node in nodes for alias in node.names}
 
@@ -110,7 +110,8 @@ def test_documents_and_examples_import_public_names_only() -> None:
         sources |= python_blocks(page)
     assert any(names_in_modules(source) for source in sources.values())
     for path, source in sources.items():
-        assert public_imports(source) <= set(rollweave.__all__), path
+        for package in (rollweave, rollweave_service):
+            assert public_imports(source, package.__name__) <= set(package.__all__), path
         assert all(name.startswith(PUBLIC) for name in names_in_modules(source)), path
 
 
@@ -121,11 +122,12 @@ def python_blocks(page: Path) -> dict[Path, str]:
 
 
 def names_in_modules(source: str) -> set[str]:
-    """Names that `source` imports from modules of the package, with their modules."""
+    """Names that `source` imports from modules of the packages, with their modules."""
     nodes = [
         node
         for node in ast.walk(parsed(source))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollweave.")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith(("rollweave.", "rollweave_service."))
     ]
     return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
@@ -134,7 +136,8 @@ def test_import_loads_nothing_heavy() -> None:
     code = """
         import sys, rollweave
         assert not {"torch", "numpy", "msgspec", "pydantic", "aiohttp", "asyncio"} & set(sys.modules), sorted(sys.modules)
-        from rollweave import Env, Observation, Step, Message, Task, AgentHandler, Rollouts, RunConfig
+        from rollweave import Env, Observation, Step, Message, Task, AgentHandler, RunConfig
+        from rollweave_service import Rollouts
         assert "torch" not in sys.modules
     """
     done = python(code)

@@ -36,10 +36,10 @@ from benchmarks.service.bash_env import BACKEND, TERMINALS, project
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import EngineStats
 from rollweave.schema.work import TRAINABLE
-from rollweave.service.client import RolloutClient
+from rollweave_service.client import RolloutClient
+from rollweave_service.messages import EngineRequest, RolloutRequest, RolloutStatus
 
 ENGINES, SLOTS, TOKEN_MS = 4, 2, 10.0
 """Engines, slots of each, and milliseconds of a token. A turn of about 14 tokens takes

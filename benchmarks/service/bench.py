@@ -25,8 +25,8 @@ from benchmarks.service.ablations import ablations, figures_of
 from benchmarks.service.running import Running
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.service import RolloutRequest, RolloutStatus
-from rollweave.service.client import RolloutClient
+from rollweave_service.client import RolloutClient
+from rollweave_service.messages import RolloutRequest, RolloutStatus
 
 Submit = Callable[[RolloutRequest], Coroutine[Any, Any, RolloutStatus]]
 

@@ -14,9 +14,9 @@ from benchmarks.service.bash_env import SANDBOXES
 from rollweave.io.http.listening import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
-from rollweave.service import launch
-from rollweave.service.engines import backend_factory
-from rollweave.service.service import Service
+from rollweave_service import launch
+from rollweave_service.engines import backend_factory
+from rollweave_service.service import Service
 
 
 class _Observer:

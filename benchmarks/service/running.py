@@ -10,9 +10,9 @@ from rollweave.io.http.listening import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Programs
-from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
-from rollweave.service import launch
-from rollweave.service.service import Service
+from rollweave_service import launch
+from rollweave_service.messages import EngineRequest, RolloutRequest, RolloutStatus
+from rollweave_service.service import Service
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 The README is the front page. Pages and files outside docs/ to which pages link become
 part of the site, and links to them are changed accordingly. Three pages are generated:
-the programming interface, from `rollweave.__all__`; the examples, from the table of
-examples/README.md and the files themselves; and the list of decisions.
+the programming interface, from `__all__` of two packages; the examples, from the table
+of examples/README.md and the files themselves; and the list of decisions.
 """
 
 import ast
@@ -76,11 +76,11 @@ LANGUAGES = {".toml": "toml", ".py": "python", ".yaml": "yaml"}
 
 def modules_of_names() -> dict[str, str]:
     """Return the module of each public name."""
-    tree = ast.parse((ROOT / "src/rollweave/__init__.py").read_text())
     modules = {"train": "rollweave"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollweave."):
-            modules |= {alias.name: str(node.module) for alias in node.names}
+    for package in ("src/rollweave", "packages/service/src/rollweave_service"):
+        for node in ast.walk(ast.parse((ROOT / package / "__init__.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollweave"):
+                modules |= {alias.name: str(node.module) for alias in node.names}
     del modules["VERSION"], modules["train_quietly"]
     return modules
 
@@ -90,9 +90,9 @@ def interface_page() -> str:
     modules = modules_of_names()
     parts = [
         "# Programming interface",
-        "All of these names are imported from the package itself: "
-        "`from rollweave import Env, train`. Every other name may change between versions, "
-        "except those that these pages import from its modules.",
+        "All of these names are imported from the package itself, `from rollweave import Env, "
+        "train`, and those of a service's client from `rollweave_service`. Every other name may "
+        "change between versions, except those that these pages import from its modules.",
     ]
     for subject, names in SUBJECTS.items():
         parts.append(f"## {subject}")

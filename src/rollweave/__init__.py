@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rollweave.schema.config.root import RunConfig
     from rollweave.schema.errors import ConfigError, RollweaveError
     from rollweave.schema.roles import WorkerError
-    from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
     from rollweave.schema.work import (
         Decoding,
         SegmentKind,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
         TokenSequence,
         Trajectory,
     )
-    from rollweave.service.client import RolloutClient, Rollouts
 
 __version__ = VERSION
 
@@ -59,18 +57,13 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "Decoding",
-    "EngineRequest",
     "Env",
     "Episode",
     "IPython",
     "Job",
-    "MemberStatus",
     "Message",
     "Observation",
     "Options",
-    "RolloutClient",
-    "RolloutRequest",
-    "Rollouts",
     "RollweaveError",
     "RunConfig",
     "SandboxSpec",
@@ -120,9 +113,7 @@ _NAMES_OF = {
     "schema.config.root": ("RunConfig",),
     "schema.errors": ("ConfigError", "RollweaveError"),
     "schema.roles": ("WorkerError",),
-    "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
     "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),
-    "service.client": ("RolloutClient", "Rollouts"),
 }
 """The public names of each module, which `__getattr__` imports."""
 

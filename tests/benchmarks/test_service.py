@@ -28,8 +28,8 @@ from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
-from rollweave.schema.service import MemberStatus, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import FinishReason, GenerateRequest, Sampling
+from rollweave_service.messages import MemberStatus, RolloutRequest, RolloutStatus
 from tests.support.sandboxes import needs
 
 # Engines of known pace.

@@ -8,7 +8,12 @@ from rollweave.cli.main import app
 
 @pytest.mark.parametrize(
     ("command", "folder"),
-    [("reproduce --quick", "papers"), ("simulate a.toml", "sim"), ("advise a.toml", "sim")],
+    [
+        ("reproduce --quick", "papers"),
+        ("serve a.toml", "service"),
+        ("simulate a.toml", "sim"),
+        ("advise a.toml", "sim"),
+    ],
 )
 def test_they_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, command: str, folder: str

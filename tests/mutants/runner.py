@@ -47,7 +47,10 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
-BESIDE = {"sim": ROOT / "packages/sim/src/rollweave_sim"}
+BESIDE = {
+    "service": ROOT / "packages/service/src/rollweave_service",
+    "sim": ROOT / "packages/sim/src/rollweave_sim",
+}
 """Packages of further distributions that have mutants."""
 MEMORY = 4 << 30
 """Maximum number of bytes that the tests of a mutant may allocate."""

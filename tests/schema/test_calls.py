@@ -3,8 +3,6 @@ from the settings of a configuration (`calls.toml`).
 """
 
 import pkgutil
-import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,9 @@ from rollweave.schema.config.loading import loads
 from rollweave.schema.config.reference import Setting, part_or_setting
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Device, JoinHost, Resources, wrong_offer
+from tests.support.calls import check_rows, table
 
-TEXT = Path(__file__).with_name("calls.toml").read_text()
-TABLE: dict[str, Any] = tomllib.loads(
-    re.sub(r"<(.)\*(\d+)>", lambda found: found[1] * int(found[2]), TEXT)
-)
+TABLE = table(Path(__file__).with_name("calls.toml"))
 BASE = (
     "[run]\nname = 'lake'\n[model.scratch]\n[[tasks]]\nenv = 'a'\n[[tasks]]\nenv = 'b'\ntag = 'c'\n"
 )
@@ -82,34 +78,6 @@ def setting(key: str) -> str:
     return "; ".join([f"{found.type}, {found.shown_default}", *found.conflicts])
 
 
-def outcome(called: Any, given: Any, attribute: str) -> str:
-    """Return as text what a call returns, or an attribute of it; or its error."""
-    try:
-        if not isinstance(given, dict):
-            result = called(given)
-        elif isinstance(called, type) and issubclass(called, msgspec.Struct):
-            result = msgspec.convert(given, called)
-        else:
-            result = getattr(called, "model_validate", lambda fields: called(**fields))(given)
-    except ValueError as error:
-        return f"! {error}"
-    value = getattr(result, attribute) if attribute else result
-    return str(value() if callable(value) else value)
-
-
-def agrees(found: str, expected: str, given: Any) -> bool:
-    if expected == "ok":
-        return not found.startswith("!")
-    if expected.startswith("!"):
-        fields = given if isinstance(given, dict) else {"": given}
-        field, value = [*fields.items()][-1] if fields else ("", "")
-        value = value[-1] if isinstance(value, list) and value else value
-        expected = expected.replace("{field}", field).replace("{}", ascii(value))
-    if expected.endswith("~"):
-        return found.startswith(expected[:-1])
-    return found == expected
-
-
 CALLED = {
     (module, name): globals().get(name) or pkgutil.resolve_name(f"rollweave.schema.{module}:{name}")
     for module, names in TABLE.items()
@@ -119,14 +87,4 @@ CALLED = {
 
 @pytest.mark.parametrize("place", CALLED, ids=".".join)
 def test_results_and_refusals(place: tuple[str, str]) -> None:
-    rows = TABLE[place[0]][place[1]]
-    base = rows.get("base", {})
-    for key, row in rows.items():
-        if key == "base":
-            continue
-        attribute, results = (key, row) if isinstance(row, dict) else ("", {key: row})
-        for expected, inputs in results.items():
-            for given in inputs:
-                whole = base | given if isinstance(given, dict) else given
-                found = outcome(CALLED[place], whole, attribute)
-                assert agrees(found, expected, given), f"{given}: {expected}, got {found}"
+    check_rows(CALLED[place], TABLE[place[0]][place[1]])

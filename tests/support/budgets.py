@@ -48,8 +48,8 @@ def _conditions() -> int:
 
 
 BUDGETS = (
-    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 113_800, 98_000),
-    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 460, 460),
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 108_929, 98_000),
+    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 441, 441),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),
@@ -57,7 +57,7 @@ BUDGETS = (
     Budget("settings", lambda: len(settings_of(RunConfig)), 130, 130),
     Budget("conditions of settings that exclude each other", _conditions, 30, 30),
     Budget("rules between values of settings", _broken_rules, 30, 30),
-    Budget("public names", lambda: len(rollweave.__all__), 40, 40),
+    Budget("public names", lambda: len(rollweave.__all__), 35, 35),
     Budget(
         "lines of benchmarks",
         lambda: sum(_lines((ROOT / "benchmarks").rglob("*.py"))),
@@ -70,7 +70,7 @@ BUDGETS = (
         300,
         300,
     ),
-    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 105_850, 90_000),
+    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 99_736, 90_000),
 )
 
 

@@ -270,7 +270,7 @@ def preload(argv: list[str]) -> None:
 def forget_results() -> None:
     """Empty the caches that our modules have filled while they were imported."""
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in ("rollweave", "tests"):
+        if name.startswith(("rollweave", "packages.", "tests.")):
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()

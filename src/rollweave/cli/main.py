@@ -295,7 +295,6 @@ def serve(
     tag, or its env if it has no tag.
     """
     with errors_reported():
-        from rollweave.cli.serve import serve as work
         from rollweave.io.http.listening import Access
 
         access = Access(
@@ -305,7 +304,7 @@ def serve(
             no_token=no_token,
             names=tuple(names or ()),
         )
-        work(
+        command("serve")(
             config,
             overrides or [],
             inproc=inproc,

@@ -37,6 +37,7 @@ Sinks and transports have extras of their names.
 DISTRIBUTIONS = {
     "rollweave-envs": "packages/envs",
     "rollweave-papers": "packages/papers",
+    "rollweave-service": "packages/service",
     "rollweave-sim": "packages/sim",
 }
 """The folder of each further distribution of this repository."""
@@ -44,6 +45,7 @@ DISTRIBUTIONS = {
 COMMANDS = {
     "advise": "rollweave-sim",
     "reproduce": "rollweave-papers",
+    "serve": "rollweave-service",
     "simulate": "rollweave-sim",
     "workload": "rollweave-sim",
 }

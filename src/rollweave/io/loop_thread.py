@@ -3,11 +3,10 @@ does not know whether its thread has one.
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -70,33 +69,3 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-class LoopContext:
-    """The base of a context manager for programs without an event loop. Its coroutines
-    run in the loop of a thread. Contexts that `_open` enters into the stack are left at
-    the end.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._loop = LoopThread(name)
-        self._stack = contextlib.AsyncExitStack()
-
-    async def _open(self) -> None:
-        """Enter the contexts that the subclass needs into `_stack`."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        self._loop.start()
-        try:
-            self._loop.call(self._open())
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._loop.call(self._stack.aclose())
-        finally:
-            self._loop.stop()

@@ -20,11 +20,6 @@ from rollweave.schema.errors import DiskError
 LIMIT = 500_000
 """Maximum number of events in one trace: about 60 MB, which a viewer still opens."""
 
-SERVICE_LIMIT = 100_000
-"""Maximum number of events in one part of a service's trace: 12 MB, and another 12 MB
-for the previous part.
-"""
-
 OPENING = b"[\n"
 ENDING = b"{}]\n"
 """The last line of a closed trace, which the next life replaces."""

@@ -1,10 +1,10 @@
 """The parts that every live world has, under one task group: pump, engines, rollout
-pipeline and predictor of lengths; and the world of a service, which has no trainer.
+pipeline and predictor of lengths.
 
 Invariants: however a world ends (by the core's `Finish`, an error or a cancellation),
 all its tasks, environments and processes end before it returns; an error that neither
-the user nor the core caused passes through; a result of a service is in the store
-before its delivery is announced.
+the user nor the core caused passes through; a result that is to be delivered is in the
+store before its delivery is announced.
 """
 
 import asyncio
@@ -13,9 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -36,7 +35,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema import commands as c
 from rollweave.schema.base import as_json
 from rollweave.schema.errors import DiskError
-from rollweave.schema.events import Event, RunStarted, StopRequested, WorldLost
+from rollweave.schema.events import Event, RunStarted, WorldLost
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.status import STATUS_S, RunStatus
 
@@ -310,80 +309,3 @@ class StatusFile:
             if ended or not self._ended:
                 self._ended = ended
                 replace_file(self._path, as_json(stamped), synced=False)
-
-
-COMPACT_BYTES = 4 << 20
-"""Minimum growth of the journal before it is replaced by a snapshot, in bytes: some
-30,000 events, which replay in a second.
-"""
-
-COMPACT_S = 5.0
-"""Seconds between two checks whether to compact the journal: a busy service writes a
-megabyte a second.
-"""
-
-
-class ResultSink(Protocol):
-    """The consumer of a service's results."""
-
-    def delivered(self, command: c.Deliver) -> None:
-        """Take a result, which is in the store if its trajectory was started.
-
-        Answered by `RolloutAcknowledged`.
-        """
-
-    def warned(self, command: c.Warn) -> None:
-        """Take a warning of a component."""
-
-
-TRAINING_ONLY: Collection[type[c.Command]] = (
-    c.DrawTask,
-    c.CompareGroup,
-    c.CancelComparison,
-    c.FetchWeights,
-    c.RestartRelay,
-    c.RemoveRelay,
-    c.TrainStep,
-    c.MeasureRatios,
-    c.PublishWeights,
-    c.SaveCheckpoint,
-    c.RestartTrainer,
-    c.RecordEvaluation,
-    c.MarkBest,
-)
-"""Commands that a service never gets."""
-
-
-class ServiceWorld(LiveWorld):
-    """All living parts of a service, except for its endpoints."""
-
-    def __init__(self, wiring: Wiring, *, sink: ResultSink) -> None:
-        super().__init__(wiring, warn=sink.warned)
-        handlers = {**self.handlers(), c.Deliver: sink.delivered}
-        self.effects = Effects(handlers, never=TRAINING_ONLY)
-
-    async def run(self, first: RunStarted | WorldLost) -> str:
-        """Run until the core issues `Finish`; return its error, or "".
-
-        A service finishes once it was stopped and every result is acknowledged.
-        """
-        return await self.live(first)
-
-    def started(self, first: RunStarted | WorldLost) -> None:
-        del first
-        self.tasks.spawn(self._compact(), "compact the journal")
-
-    async def finished(self) -> None:
-        self.rotate()  # otherwise the next life would replay it all
-
-    def stop(self, *, drain: bool) -> None:
-        """Accept no more rollouts, and end once all are done (`drain`) or cancelled."""
-        self.pump.post(StopRequested(drain=drain))
-
-    async def _compact(self) -> None:
-        """Replace the journal by a snapshot whenever it has grown enough."""
-        journal = self.life.journal
-        while True:
-            await asyncio.sleep(COMPACT_S)
-            if journal.appended_bytes >= max(COMPACT_BYTES, journal.initial_bytes):
-                self.rotate()

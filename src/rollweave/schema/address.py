@@ -202,12 +202,3 @@ class Hosts(Struct, frozen=True):
             if any(address in network for network in METADATA)
             else bool(around)
         )
-
-
-PRIVATE_NETWORKS = Hosts.parse(
-    ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
-    field="hosts",
-)
-"""This host and private networks: where engines may be that clients register, unless
-`rollweave serve --engine-host` says otherwise.
-"""

@@ -15,8 +15,6 @@ from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
@@ -60,21 +58,6 @@ def valid_tree(value: Any) -> Any:
             return tuple(map(valid_tree, value))
         case _:
             return value
-
-
-def decoding_failure(body: bytes, error: Exception) -> str:
-    """Say why JSON could not be decoded.
-
-    For half a surrogate pair, decoders only say that the body is malformed or too
-    short.
-    """
-    is_syntax = any(words in str(error) for words in ("truncated", "surrogate"))
-    if is_syntax and _ESCAPED_SURROGATE.search(body):
-        return (
-            "text must be valid UTF-8, without one half of a surrogate pair (\\ud800 to "
-            f"\\udfff), and whole: {error}"
-        )
-    return str(error)
 
 
 def decimal(text: str) -> float | None:

@@ -391,7 +391,3 @@ class Access:
             raise ConfigError(str(error)) from error
         check_address(self.host, self.port, names=ADDRESS)
         return token
-
-
-ON_LOOPBACK = Access()
-"""The default: loopback, with a token that is generated and kept."""

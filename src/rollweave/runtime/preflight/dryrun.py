@@ -3,7 +3,6 @@
 All checks are made even if some fail, so that the user learns of every problem at once.
 """
 
-import contextlib
 import functools
 import os
 import tempfile
@@ -34,22 +33,9 @@ from rollweave.runtime.preflight.checks import (
     refusing,
     warn,
 )
-from rollweave.runtime.preflight.environments import (
-    REPEATED,
-    Declared,
-    Domain,
-    as_prepared,
-    drops_overlong,
-    examine_domain,
-)
+from rollweave.runtime.preflight.environments import REPEATED, Declared, Domain, as_prepared
 from rollweave.runtime.preflight.layout import COMPUTED, Layout
-from rollweave.runtime.preflight.model import (
-    LEFT_OUT,
-    check_context,
-    check_prompts,
-    examine_model,
-    without_overlong,
-)
+from rollweave.runtime.preflight.model import LEFT_OUT, examine_model, without_overlong
 from rollweave.runtime.preflight.site import Site
 from rollweave.runtime.processes import engine_spec
 from rollweave.runtime.recover import lost, rebuild
@@ -144,32 +130,6 @@ def plan(
         *_conflicts(config),
     ]
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
-
-
-def examine_service(
-    config: RunConfig, *, registered: bool = False
-) -> tuple[RunConfig, list[Check]]:
-    """Check that the model has room for the longest sequences, unless only `registered`
-    engines compute them, and drop overlong prompts of domains whose `overlong` is
-    "drop". Return the configuration, and a warning for each of these domains, and for
-    each setting without effect.
-
-    Raises ConfigError, also for a domain of which no prompt would be left, and for a
-    model whose tokenizer cannot be read.
-    """
-    if not registered:
-        must_pass(check_context(config))
-    domains = list[Domain]()
-    for index, task in enumerate(config.tasks):
-        if drops_overlong(task):
-            with contextlib.chdir("."):  # the user's code may change the directory
-                domain, _ = examine_domain(config, index, deep=False)
-            domains += [domain] if domain is not None else []
-    config = as_prepared(config, domains)
-    config, checks, measured = without_overlong(config, domains)
-    must_pass(check_prompts(config, [one for one in domains if one.name not in measured]))
-    unused = [warn(UNUSED, text) for text in without_effect(config).values()]
-    return config, [*checks, *unused]
 
 
 def _users_code(

@@ -1,1 +1,0 @@
-"""Rollouts as a service: the HTTP API, its clients, and adapters to other trainers."""
