@@ -46,7 +46,10 @@ from rollweave_service.service import Service
 PAGE = 1000
 """Maximum number of rollouts, or of completions, in one answer."""
 
-STAGES = ("queued", "init", "run", "eval", "closing", "turns_waiting", "turns_running")
+STAGES = (
+    *("queued", "init", "run", "eval_queued", "eval", "closing"),
+    *("turns_waiting", "turns_running"),
+)
 """Values of the label `stage` of the metric `rollouts`."""
 
 HEARTBEAT_S = 15.0

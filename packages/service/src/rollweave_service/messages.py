@@ -206,6 +206,7 @@ class Health(Struct, frozen=True, kw_only=True):
     queued: int
     init: int
     run: int
+    eval_queued: int
     eval: int
     closing: int
     engines: int

@@ -185,11 +185,11 @@ class ProRL:
             "status": "running" if self._started else "stopped",
             "init_queue": now.queued,
             "run_queue": now.turns_waiting,
-            "eval_queue": 0,
+            "eval_queue": now.eval_queued,
             "active_init": now.init,
             "active_run": now.run,
             "active_eval": now.eval,
-            "total": now.queued + now.init + now.run + now.eval,
+            "total": now.queued + now.init + now.run + now.eval_queued + now.eval,
         }
 
     async def add(self, body: Address) -> Done:
