@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rollweave.engine import paged_attention, runner
 from rollweave.engine.paged_attention import Kernel, PagedAttention, padded_rows
@@ -18,7 +19,15 @@ from rollweave.runtime.launch import train
 from rollweave.schema.serving import EngineSpec, Load, Loaded, Resume, Stage, Staged, Suspend
 from rollweave.weights.publication import Publisher
 from tests.support.real_runs import lake, lines
-from tests.support.tiny_models import build, drive, logprob_error, request, save, spec
+from tests.support.tiny_models import (
+    build,
+    drive,
+    logprob_error,
+    oracle_state,
+    request,
+    save,
+    spec,
+)
 
 from .kernels import Recorder, dense
 
@@ -107,6 +116,18 @@ def test_without_graphs_each_step_is_computed(gpu: Gpu, model: torch.nn.Module, 
     check(model, spec(path, cuda_graphs=False))
     assert isinstance(gpu.runners[0].attention, PagedAttention)
     assert gpu.runners[0].graphs is None
+
+
+def test_recorded_steps_give_states(gpu: Gpu, model: torch.nn.Module, path: str) -> None:
+    """Turns end in recorded steps of several numbers of rows, and in a computed one."""
+    asked = [replace(one, sampling=replace(one.sampling, max_tokens=1 + 3 * number))
+             for number, one in enumerate(requests())]  # fmt: skip
+    results = drive(spec(path, states=True), asked).results
+    for number, prompt in enumerate(PROMPTS):
+        result = results[f"r{number}"]
+        expected = oracle_state(model, prompt, result)
+        assert list(result.state) == pytest.approx(expected, rel=2e-3, abs=2e-3)
+    assert gpu.recorders[0].replayed > 5
 
 
 @pytest.mark.parametrize("changes", [{"deterministic": True}, {"paged_attention": False}])

@@ -30,7 +30,7 @@ def test_a_large_output_head_gives_the_same_logits_for_any_number_of_rows(
         for rows in (0, 1, 3, 4, 5, 33):
             x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows)).to(dtype)
             expected = (x @ decoder.weights.head).float()
-            torch.testing.assert_close(decoder._logits(x), expected, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(decoder.logits(x), expected, atol=1e-2, rtol=1e-2)
 
 
 def test_a_small_head_and_a_deterministic_engine_have_one_layout(

@@ -320,6 +320,17 @@ async def test_a_complete_attempt(harness: Play) -> None:
     assert stage_.active_attempts == 0
 
 
+async def test_contexts_of_a_handler_have_prompt_plan_and_state(harness: Play) -> None:
+    stage_ = harness(Played())
+    contexts, state = stage_.contexts(), (0.5,) * s.STATE_WIDTH
+    stage_.engine.answer = msgspec.structs.replace(engine_result("hi"), state=state)
+    await ended(stage_)
+    prompt = stage_.engine.requests[0].tokens
+    assert prompt
+    known = [(context.prompt, context.plan, context.state) for context in contexts]
+    assert known == [(prompt, (), ()), (prompt, reply_tokens("hi"), state)]
+
+
 async def test_a_rewritten_context_and_a_second_agent_open_sequences(harness: Play) -> None:
     async def run(agent: Agent) -> None:
         first = await agent.chat([GO])

@@ -37,7 +37,13 @@ from rollweave.schema.events import (
     TurnFailed,
     TurnRequested,
 )
-from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult
+from rollweave.schema.rollouts import AnswerTurn
+from rollweave.schema.serving import (
+    STATE_WIDTH,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+)
 from rollweave.schema.work import (
     BLAME_OF,
     Blame,
@@ -103,6 +109,37 @@ async def test_a_complete_attempt(store: TrajectoryStore) -> None:
     assert harness.provider.log == wanted
     await harness.idle()
     assert harness.active_attempts == 0
+
+
+async def test_contexts_have_prompt_plan_reward_and_state(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first turn the prompt is known; the state is that of the turn before,
+    and does not travel to the worker.
+    """
+    monkeypatch.setattr("rollweave.rollout.turns.PROMPT_TOKENS", 5)
+    steps = [Step.of("on", reward=0.5), Step.of("on", reward=0.5), Step(done=True)]
+    harness = Harness(store, Script(steps=steps))
+    contexts, sent, send = harness.contexts(), list[Any](), harness.worker.send
+    monkeypatch.setattr(
+        harness.worker, "send", lambda message: (sent.append(message), send(message))
+    )
+    state = tuple(value / 4 for value in range(STATE_WIDTH))
+    whole = msgspec.structs.replace(engine_result("x" * 90), state=state)
+    answered = iter([whole, engine_result("hi"), whole])
+
+    async def generate(_: GenerateRequest) -> GenerateResult:
+        return next(answered)
+
+    monkeypatch.setattr(harness.engine, "_generate", generate)
+    await harness.play()
+    prompt = harness.engine.requests[0].tokens[-5:]
+    assert [context.prompt for context in contexts] == [prompt] * 3
+    assert [context.plan for context in contexts] == [(), whole.tokens[:64], whole.tokens[:64]]
+    assert [context.state for context in contexts] == [(), state, ()]
+    assert [context.reward for context in contexts] == [0.0, 0.5, 1.0]
+    answers = [message.result for message in sent if isinstance(message, AnswerTurn)]
+    assert [result and result.state for result in answers] == [()] * 3
 
 
 async def test_sampling_seeds_depend_on_run_trajectory_attempt_and_turn(
@@ -651,7 +688,7 @@ class Broken:
     def __init__(self, stage: str) -> None:
         self.stage, self.stop_reason = stage, StopReason.FINISHED
         self.eval_s = self.reward = 0.0
-        self.result, self.budget_s, self.turns, self.prompt_tokens, self.plan = "", 1.0, 0, 1, ()
+        self.result, self.budget_s, self.turns, self.prompt_tokens = "", 1.0, 0, 1
 
     def _at(self, stage: str) -> None:
         if self.stage == stage:

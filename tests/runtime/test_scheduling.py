@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.launch import train
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.serving import STATE_WIDTH
+from rollweave.schema.training import LengthContext
 from tests.support.journals import checked_journal
-from tests.support.real_runs import lake, living
+from tests.support.real_runs import lake, lines, living
 
 
 def moving(directory: Path, **sections: Any) -> RunConfig:
@@ -55,6 +58,39 @@ def test_trajectories_are_predicted_placed_and_migrated(tmp_path: Path) -> None:
     assert all(any(reason in move.error for reason in reasons) for move in failed), failed
     assert len(moves) == sum(isinstance(command, c.Migrate) for command in commands)
     assert summary.scheduling["migrations"] == len(moves) - len(failed)
+
+
+def test_the_policy_predicts_from_its_own_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a live run, engines give states, and each prediction after the first turn has
+    the one of the turn before.
+    """
+    contexts = list[LengthContext]()
+    complete = Pipeline.length_context
+
+    def kept(pipeline: Pipeline, command: c.Predict) -> LengthContext:
+        contexts.append(complete(pipeline, command))
+        return contexts[-1]
+
+    monkeypatch.setattr(Pipeline, "length_context", kept)
+    config = lake(
+        tmp_path,
+        run={"steps": 3},
+        rollout={"scheduling": "trajectory", "groups_per_step": 4},
+        ablation={"changes": ["policy"]},
+        eval={"every": 0, "final_episodes": 0},
+    )
+    summary = train(config, inproc=True)
+    assert (summary.error, summary.steps) == ("", 3)
+    assert contexts
+    assert {len(context.state) for context in contexts} == {0, STATE_WIDTH}
+    assert all(bool(context.state) == bool(context.turn) for context in contexts)
+    assert all(context.prompt for context in contexts)
+    (last,) = lines(config, "step")[-1:]
+    assert last["predictor"]["failed"] == 0
+    _, events, _ = checked_journal(config)
+    assert any(isinstance(event, e.PredictionReady) for event in events)
 
 
 @pytest.mark.slow

@@ -24,7 +24,14 @@ from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
-from rollweave.schema.commands import Continuation, StartEval, StartInit, StartRun, StartTurn
+from rollweave.schema.commands import (
+    Continuation,
+    Predict,
+    StartEval,
+    StartInit,
+    StartRun,
+    StartTurn,
+)
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.events import EnvReady, Event, RewardReady, TrajectoryEnded, TurnRequested
 from rollweave.schema.rollouts import (
@@ -33,6 +40,7 @@ from rollweave.schema.rollouts import (
     RolloutWorkerCommand,
     WorkerReport,
 )
+from rollweave.schema.training import LengthContext
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Limits, Purpose, Task
 
@@ -392,6 +400,31 @@ class Harness:
                     self.turn(event.turn)
                 elif isinstance(event, TrajectoryEnded):
                     return event
+
+    def contexts(self) -> list[LengthContext]:
+        """Return a list that gets the context of a prediction before each turn."""
+        known = LengthContext(
+            domain="d",
+            prompt_tokens=1,
+            turn=0,
+            output_tokens=0,
+            last_output_tokens=0,
+            observation_tokens=0,
+            tool_s=0.0,
+            siblings=0,
+            sibling_mean=0.0,
+            sibling_longest=0,
+        )
+        seen: list[LengthContext] = []
+
+        def look(event: Event) -> None:
+            if isinstance(event, TurnRequested):
+                names = {"trajectory_id": event.trajectory_id, "attempt": event.attempt}
+                asked = Predict(**names, turn=event.turn, context=known)
+                seen.append(self.pipeline.length_context(asked))
+
+        self.on_post = look
+        return seen
 
     async def asked(self, attempt: int = 0, **options: Any) -> None:
         """Begin an attempt, and wait until it requests its first turn."""

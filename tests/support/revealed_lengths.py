@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rollweave.core.policy.predict import ProgressivePredictor
+from rollweave.schema.serving import STATE_WIDTH
 from rollweave.schema.training import LengthContext
 from rollweave_papers.measures import pearson, recall_of_longest
 
@@ -28,11 +29,14 @@ def trajectories(
     scale: float = 1.0,
     plans: bool = False,
     opening: bool = False,
+    prompts: bool = False,
+    states: bool = False,
 ) -> list[Example]:
     """Generate trajectories whose turns are all about as long as their level.
 
-    With `plans` the plan reveals the level, too; with `opening` the first turn is only
-    the plan, equally long for all.
+    With `plans` the plan reveals the level, too, with `prompts` the prompt, and with
+    `states` the state after each turn, in one of its values; with `opening` the first
+    turn is only the plan, equally long for all.
     """
     rng = random.Random(f"{seed}/{domain}")
     examples = []
@@ -47,6 +51,9 @@ def trajectories(
             else ()
         )
         prompt = rng.randrange(50, 500)
+        level_tokens = (100 + min(9, int(level / scale / 25)),) * 20
+        state = tuple(rng.gauss(0, 1) for _ in range(STATE_WIDTH - 1))
+        state = (level / scale / 50, *state)
         contexts = [
             LengthContext(
                 domain=domain,
@@ -60,6 +67,8 @@ def trajectories(
                 sibling_mean=0.0,
                 sibling_longest=0,
                 plan=plan if turn else (),
+                prompt=level_tokens if prompts else (),
+                state=state if states and turn else (),
             )
             for turn in range(TURNS + 1)
         ]

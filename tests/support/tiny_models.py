@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollweave.engine.runner import projection
 from rollweave.engine.thread import EngineThread
 from rollweave.schema import serving as s
 from rollweave.schema.base import EngineId
@@ -114,6 +115,18 @@ def oracle_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
     )  # type: ignore[operator]
     return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def oracle_state(
+    model: torch.nn.Module, prompt: Iterable[int], result: s.GenerateResult
+) -> list[float]:
+    """Return the state of a turn: transformers' last hidden state at the last position
+    but one, since the last token is only sampled, times the projection.
+    """
+    ids = torch.tensor([[*prompt, *result.tokens[:-1]]])
+    hidden = model(ids, output_hidden_states=True).hidden_states[-1][0, -1]
+    return (hidden @ projection(len(hidden))).tolist()
 
 
 def logprob_error(

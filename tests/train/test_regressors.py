@@ -6,21 +6,27 @@ import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollweave.core.policy.predict import ProgressivePredictor
+from rollweave.core.policy.predict import PLAN_TOKENS, ProgressivePredictor, Rows
 from rollweave.schema.config.run import PREDICTORS
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.serving import STATE_WIDTH
+from rollweave.schema.training import PROMPT_TOKENS
 from rollweave.train.lengths import build_regressor
-from rollweave.train.regressors import BATCH, backbone
+from rollweave.train.regressors import BATCH, backbone, texts_of
+from tests.support.properties import examples
 from tests.support.revealed_lengths import TURNS, Example, quality, teach, trajectories
 
 BUILT = [name for name in PREDICTORS if name != "lm"]
-LEARNED = ["ridge", "boosted"]
+LEARNED = ["ridge", "boosted", "policy"]
 
 
 def predictor_of(name: str, checkpoint: str | None = None) -> ProgressivePredictor:
@@ -55,11 +61,14 @@ def test_predictions_improve_with_every_informative_turn(name: str) -> None:
 @pytest.mark.parametrize("name", BUILT)
 def test_the_same_pairs_give_the_same_numbers(name: str) -> None:
     """The order and the grouping of the questions do not matter."""
-    examples = [one.contexts[1] for one in trajectories(20, seed=3)]
+    given: dict[str, Any] = {"plans": True, "prompts": True, "states": True}
+    examples = [
+        one.contexts[index % 3] for index, one in enumerate(trajectories(20, seed=3, **given))
+    ]
     estimates = []
     for _ in range(2):
         predictor = predictor_of(name)
-        teach(predictor, trajectories(50, seed=1))
+        teach(predictor, trajectories(50, seed=1, **given))
         questions = [predictor.remember(number, context) for number, context in enumerate(examples)]
         estimates.append(predictor.estimate(questions))
         assert [predictor.estimate([question])[0] for question in questions] == estimates[-1]
@@ -115,6 +124,49 @@ def test_columns_that_never_vary_do_not_matter(name: str) -> None:
     teach(predictor, [one] * 20)
     assert predictor.failed_fits == 0
     assert predictor.predict("k", one.contexts[2]) >= 1.0
+
+
+def test_states_tell_what_nothing_else_does() -> None:
+    """After a first turn that is only a plan without text, only the state reveals the
+    level; where no context has a state, all numbers are those of `ridge`.
+    """
+    taught, judged = (
+        trajectories(count, seed=seed, opening=True, states=True)
+        for count, seed in ((300, 1), (200, 2))
+    )
+    reading, blind = predictor_of("policy"), predictor_of("ridge")
+    teach(reading, taught)
+    teach(blind, taught)
+    told, untold = quality(reading, judged, 1), quality(blind, judged, 1)
+    assert told[0] > untold[0] + 0.3
+    assert told[1] > max(0.9, untold[1] + 0.5)
+    without = trajectories(200, seed=1)
+    contexts = [one.contexts[turn] for one in trajectories(20, seed=3) for turn in (0, 1, 2)]
+    fresh = predictor_of("policy"), predictor_of("ridge")
+    for predictor in fresh:
+        teach(predictor, without)
+    policy, ridge = (
+        predictor.estimate([predictor.remember("judged", context) for context in contexts])
+        for predictor in fresh
+    )
+    assert policy == pytest.approx(ridge)
+
+
+@settings(max_examples=examples(20))
+@given(values=st.lists(st.floats(width=16), max_size=9))
+def test_any_states_give_finite_numbers_alone_and_among_many(values: list[float]) -> None:
+    predictor, taught = predictor_of("policy"), []
+    for number, one in enumerate(trajectories(20, seed=1)):
+        spread = (values[(number * at) % len(values)] for at in range(STATE_WIDTH if values else 0))
+        state = tuple(spread) if number % 3 else ()
+        contexts = [msgspec.structs.replace(context, state=state) for context in one.contexts]
+        taught.append(one._replace(contexts=contexts))
+    teach(predictor, taught)
+    questions = [predictor.remember(n, one.contexts[1]) for n, one in enumerate(taught)]
+    together = predictor.estimate(questions)
+    assert np.isfinite(together).all()
+    assert [predictor.estimate([question])[0] for question in questions] == together
+    assert (predictor.fits, predictor.failed_predictions) == (1, 0)
 
 
 def test_history_predicts_the_mean_of_siblings_or_of_the_domain() -> None:
@@ -213,6 +265,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return str(path)
+
+
+@pytest.mark.parametrize("name", ["lm", "prompt", "ridge", "boosted", "policy"])
+def test_reads_an_informative_prompt(checkpoint: str, name: str) -> None:
+    """Before the first turn, the prompt's length tells nothing and its text all."""
+    reading, blind = predictor_of(name, checkpoint), predictor_of(name, checkpoint)
+    teach(reading, trajectories(300, seed=1, prompts=True))
+    teach(blind, trajectories(300, seed=1))
+    told = quality(reading, trajectories(200, seed=2, prompts=True), 0)
+    untold = quality(blind, trajectories(200, seed=2), 0)
+    assert (reading.failed_fits, blind.failed_fits) == (0, 0)
+    assert told[1] > untold[1] + 0.5
+
+
+def test_reads_the_end_of_the_prompt_and_then_the_plan() -> None:
+    table = np.zeros((3, 1), dtype=np.float32)
+    prompts = [(), (1, 2), tuple(range(PROMPT_TOKENS + 3))]
+    plans = [(7,), (), tuple(range(PLAN_TOKENS + 1))]
+    assert texts_of(Rows(table, prompts, plans, [])) == [
+        (7,),
+        (1, 2),
+        (*range(3, PROMPT_TOKENS + 3), *range(PLAN_TOKENS)),
+    ]
 
 
 @pytest.mark.parametrize("name", ["lm", "ridge", "boosted"])

@@ -38,6 +38,7 @@ BENCHES = {
     "faults": "sim.faults:bench_faults",
     "affinity": "affinity:bench_affinity",
     "placement": "placement.bench:bench_placement",
+    "predictors": "predictors:bench_predictors",
     "scheduling": "scheduling.bench:bench_scheduling",
     "phases": "phases.bench:bench_phases",
     "service": "service.bench:bench_service",
@@ -67,8 +68,8 @@ SEEDED = (
 """Names of benchmarks that repeat a run with several seeds."""
 
 
-WITH_MODEL = ("delta", "engine")
-"""Names of benchmarks that measure a pretrained model, too, where one is given."""
+WITH_MODEL = ("delta", "engine", "predictors")
+"""Names of benchmarks that measure a pretrained model, where one is given."""
 
 
 def bench(

@@ -360,8 +360,8 @@ class EngineCore:
             self.output_tokens += len(tokens)
             for row, report in reports.items():
                 self.live[entries[row].id].top_logprobs.append(report)
-            for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
-                self._accept(self.live[entry.id], token, logprob)
+            for row, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
+                self._accept(self.live[entry.id], token, logprobs[row], row)
 
     def _report_progress(self, now: float) -> None:
         """Send the tokens sampled since the last `Progress`."""
@@ -429,8 +429,9 @@ class EngineCore:
             self._packed = (list(entries), params)
         return self._packed[1]
 
-    def _accept(self, state: RequestState, token: int, logprob: float) -> None:
-        """Append a sampled token, and finish the request if the token ends it.
+    def _accept(self, state: RequestState, token: int, logprob: float, row: int) -> None:
+        """Append the token that was sampled in this row of the step, and finish the
+        request if the token ends it.
 
         An exception here fails this request alone.
         """
@@ -455,13 +456,21 @@ class EngineCore:
             self._finish(state, FinishReason.ERROR, f"{type(error).__name__}: {error}")
             return
         if stopped:
-            self._finish(state, FinishReason.STOP)
+            self._finish(state, FinishReason.STOP, row=row)
         elif len(state.logprobs) >= state.limit:
-            self._finish(state, FinishReason.LENGTH)
+            self._finish(state, FinishReason.LENGTH, row=row)
         elif state.text_id:
             self.texts.extend(state, token)
 
-    def _finish(self, state: RequestState, finish: FinishReason, error: str = "") -> None:
+    def _finish(
+        self,
+        state: RequestState,
+        finish: FinishReason,
+        error: str = "",
+        *,
+        row: int | None = None,
+    ) -> None:
+        """Answer a request. A turn that ends in this row of the step has a state."""
         now = self._clock()
         step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
         del self.live[state.request.id]
@@ -471,6 +480,8 @@ class EngineCore:
             self._schedule_progress()
         self.planner.remove(state.request.id)
         result = state.result(finish, now=now, step_clock=step_clock, error=error)
+        if row is not None and self.spec.states:
+            result = msgspec.structs.replace(result, state=self.runner.state(row))
         self.reply(Generated(result=result))
 
     def stats(self) -> EngineStats:

@@ -7,7 +7,8 @@ written into buffers (tokens and positions here, slots and blocks in
 `PagedAttention`), weights are updated in place (`Decoder.update`), and the rotations
 are computed up to the longest context. Graphs are dropped if the weights or the pool
 are at another place than when they were recorded: after the engine has given back its
-memory.
+memory. A graph writes logits, and, if the engine computes states of turns, the last
+hidden states, to a buffer of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +56,8 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """The recorded decoding steps of one engine, of at most `max_rows` sequences.
+    """The recorded decoding steps of one engine, of at most `max_rows` sequences. With
+    `states`, they also give the last hidden states.
 
     `recorder` is called for a new recorder whenever all graphs have been dropped.
     """
@@ -68,7 +70,9 @@ class DecodeGraphs:
         max_rows: int,
         context: int,
         recorder: Callable[[], Recorder],
+        states: bool = False,
     ) -> None:
+        self._states = states
         self._model, self._attention, self._new_recorder = model, attention, recorder
         self._rows = padded_rows(max_rows)
         self._ids, self._positions = (
@@ -83,7 +87,10 @@ class DecodeGraphs:
         """Drop all graphs, and free their memory."""
         self._replays.clear()
         self._places = None
-        self._logits = torch.empty(0, self._model.shape.vocab, device=self._model.device)
+        model, shape = self._model, self._model.shape
+        self._logits = torch.empty(0, shape.vocab, device=model.device)
+        self.hidden = torch.empty(0, shape.hidden, device=model.device, dtype=model.dtype)
+        """The last hidden states of the rows of the last step, if they are wanted."""
 
     def compute(self, rows: Sequence[Entry]) -> torch.Tensor:
         """Return the logits of each row's next token, [rows, vocab] in fp32, valid
@@ -99,6 +106,8 @@ class DecodeGraphs:
             self.clear()
             self._places, self._recorder = places, self._new_recorder()
             self._logits = self._logits.new_empty(self._rows, self._model.shape.vocab)
+            if self._states:
+                self.hidden = self.hidden.new_empty(self._rows, self._model.shape.hidden)
         positions = [entry.computed for entry in rows]
         ids = [entry.tokens[entry.computed] for entry in rows]
         self._ids[:count].copy_(torch.tensor(ids))
@@ -112,8 +121,10 @@ class DecodeGraphs:
             )
 
             def step() -> None:
-                logits = self._model.forward(batch, self._attention, plan)
-                self._logits[:count].copy_(logits)
+                hidden = self._model.forward(batch, self._attention, plan)
+                self._logits[:count].copy_(self._model.logits(hidden))
+                if self._states:
+                    self.hidden[:count].copy_(hidden)
 
             replay = self._replays[count] = self._recorder(step)
             step()

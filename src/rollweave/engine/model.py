@@ -266,7 +266,8 @@ class Decoder:
     # Computation
 
     def forward(self, batch: Batch, attention: Attention[Plan], plan: Plan) -> torch.Tensor:
-        """Return the logits (fp32) of the sampled tokens of `batch`, [sampled, vocab].
+        """Return the last hidden states of the sampled tokens of `batch`, after the
+        final norm, [sampled, hidden], of which `logits` are computed.
 
         Writes the KV of all its tokens.
         """
@@ -296,9 +297,10 @@ class Decoder:
             self._accumulate(x, silu(gate).mul_(up), layer.down, layer.down_bias)
         if sampled is not None:
             x = x.index_select(0, sampled)
-        return self._logits(self._rms(x, weights.norm))
+        return self._rms(x, weights.norm)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits (fp32) for last hidden states, [sampled, vocab]."""
         packed = self.weights.packed_head
         if packed is None or len(x) < PACKED_ROWS[self.dtype]:
             return self._project(x, self.weights.head, None).float()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rollweave.engine.attention import Attention, Chunk, GatheredAttention
@@ -21,11 +22,23 @@ from rollweave.engine.paged_attention import CHECK_TOLERANCE, PagedAttention, ob
 from rollweave.engine.sampler import likeliest
 from rollweave.io.machine import device_named, give_back_memory
 from rollweave.schema.errors import ConfigError, WeightsError
-from rollweave.schema.serving import EngineSpec, TokenChances
+from rollweave.schema.serving import STATE_WIDTH, EngineSpec, TokenChances
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 _log = logging.getLogger(__name__)
+
+STATE_SEED = 0x5747
+
+
+def projection(hidden: int) -> torch.Tensor:
+    """Return the matrix [hidden, STATE_WIDTH] by which a last hidden state becomes a
+    turn's state. It is pseudo-random and keeps distances approximately; it depends on
+    the size alone, so that the states of all engines of a run can be compared.
+    """
+    # the numbers of this generator are the same in every version of NumPy
+    normal = np.random.RandomState(STATE_SEED).standard_normal((hidden, STATE_WIDTH))
+    return torch.from_numpy(normal / hidden**0.5).float()
 
 
 class PromptScores(NamedTuple):
@@ -88,6 +101,11 @@ class Runner:
             self.shape, self.pool, self.mirror, tiles=spec.deterministic
         )
         self.graphs: DecodeGraphs | None = None
+        self._projection = projection(self.shape.hidden).to(device) if spec.states else None
+        self._hidden: torch.Tensor | None = None
+        """The last hidden states of the entries of the last step that sampled, [entries
+        or more, hidden], if the engine computes states.
+        """
         self._accelerated = not spec.released
         if self._accelerated:
             self._accelerate()
@@ -120,6 +138,7 @@ class Runner:
                 max_rows=rows,
                 context=context,
                 recorder=lambda: CudaRecorder(pool.device),
+                states=spec.states,
             )
 
     def update(self, staged: DecoderWeights) -> None:
@@ -139,6 +158,7 @@ class Runner:
         `reclaim`.
         """
         self.released = True
+        self._hidden = None
         if self.graphs is not None:
             self.graphs.clear()
         self.model.release()
@@ -217,12 +237,25 @@ class Runner:
             if scored or len(sampled) < len(ids)
             else None,
         )
-        logits = self.model.forward(
+        hidden = self.model.forward(
             batch, self.attention, self.attention.plan(chunks, rows=len(rows))
         )
+        if self._projection is not None:
+            self._hidden = hidden
+        logits = self.model.logits(hidden)
         if not scored:
             return entries, logits, []
         return entries, logits[: len(entries)], _scores(scored, logits[len(entries) :])
+
+    def state(self, row: int) -> tuple[float, ...]:
+        """Return the state of a turn that ends with what entry `row` of the last step
+        samples: its last hidden state times `projection`, in float16. It is empty
+        unless the engine computes states.
+        """
+        if self._projection is None or self._hidden is None:
+            return ()
+        state = self._hidden[row].float() @ self._projection
+        return tuple(state.half().tolist())
 
     def _replayed(self, rows: Sequence[Entry]) -> torch.Tensor | None:
         """Return the logits of a decoding step from its graph; None if it cannot be
@@ -230,7 +263,10 @@ class Runner:
         """
         assert self.graphs is not None
         try:
-            return self.graphs.compute(rows)
+            logits = self.graphs.compute(rows)
+            if self._projection is not None:
+                self._hidden = self.graphs.hidden
+            return logits
         except RuntimeError as error:
             self.graphs = None
             _log.warning("CUDA graphs are not used: %s: %s", type(error).__name__, error)

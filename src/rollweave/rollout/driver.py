@@ -170,10 +170,6 @@ class Driver(Protocol):
         """Reward accumulated so far."""
 
     @property
-    def plan(self) -> tuple[int, ...]:
-        """The first tokens of the first turn."""
-
-    @property
     def budget_s(self) -> float:
         """Active seconds that remain."""
 

@@ -78,10 +78,6 @@ class EnvEpisode:
         return sum(self._rewards)
 
     @property
-    def plan(self) -> tuple[int, ...]:
-        return self._conversation.plan if self._conversation is not None else ()
-
-    @property
     def budget_s(self) -> float:
         return self._budget.remaining_s
 

@@ -25,7 +25,6 @@ from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError
 from rollweave.envs.handlers.sandboxes import AttemptSandboxes, Sandboxes
 from rollweave.envs.threads import describe_error, running_task, type_name
 from rollweave.rollout.chat.codec import AgentConfig
-from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_of, report_delays
 from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
@@ -105,7 +104,6 @@ class HandlerEpisode:
         self._ignored: tuple[Ignored, ...] = ()
         self._engine = ""
         self.turns = self.prompt_tokens = 0
-        self.plan: tuple[int, ...] = ()
         self.conversation: tuple[Message, ...] = ()
         self.reward = 0.0
         self.result = ""
@@ -420,7 +418,7 @@ class HandlerEpisode:
         self._engine = engine
         self._budget.charge_turn(requested_at, result.generate_s)
         if not self.turns:
-            self.prompt_tokens, self.plan = context, result.tokens[:PLAN_TOKENS]
+            self.prompt_tokens = context
         self.turns += 1
         return result
 

@@ -216,13 +216,19 @@ class Pipeline:
 
     def length_context(self, command: Predict) -> LengthContext:
         """Return the command's context with what only the pipeline knows: the rewards
-        so far, and the beginning of the first turn.
+        so far, the first prompt, the beginning of the first turn, and the state of the
+        last one.
         """
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         if attempt is None:
             return command.context
+        turns = attempt.turns
         return msgspec.structs.replace(
-            command.context, reward=attempt.turns.reward, plan=attempt.turns.plan
+            command.context,
+            reward=turns.reward,
+            plan=turns.plan,
+            prompt=turns.prompt,
+            state=turns.state,
         )
 
     def evict(self, command: Evict) -> None:

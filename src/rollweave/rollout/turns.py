@@ -22,7 +22,6 @@ import msgspec
 
 from rollweave.engine.clients.base import Generates, OnTokens, Reranks
 from rollweave.record.turn_log import TurnLog, context_digest
-from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import Spans
 from rollweave.rollout.turn_parts import (
     Aspect,
@@ -61,7 +60,11 @@ from rollweave.schema.serving import (
     TokenDelta,
 )
 from rollweave.schema.text import shortened
+from rollweave.schema.training import PROMPT_TOKENS
 from rollweave.schema.work import Purpose, StopReason
+
+PLAN_TOKENS = 64
+"""Number of tokens of the first turn that represent the agent's plan."""
 
 LEAST_BUDGET_S = 1e-3
 """Smallest generation budget in seconds, used when an attempt has no time left: an
@@ -132,6 +135,10 @@ class Turns:
     """The reward before the last turn that was requested."""
     plan: tuple[int, ...] = ()
     """The first tokens of the first turn."""
+    prompt: tuple[int, ...] = ()
+    """The last tokens of the first prompt."""
+    state: tuple[float, ...] = ()
+    """The state of the last turn that was answered, if its engine gave one."""
     last_failure: str = ""
     """Why the last turn failed that an engine did not answer."""
     _closed: bool = False
@@ -183,7 +190,7 @@ class Turns:
             resuming=Resuming() if asked.streamed or self.progress is not None else None,
             aspects=self._aspects(asked, tokens),
         )
-        self.reward = asked.reward
+        self.reward, self.prompt = asked.reward, self.prompt or tokens[-PROMPT_TOKENS:]
         self._request(turn)
 
     def _aspects(self, asked: TurnAsked, tokens: tuple[int, ...]) -> tuple[Aspect, ...]:
@@ -448,7 +455,7 @@ class Turns:
         """Answer the turn. With `replay`, the answer is a recorded one."""
         self._leave(turn)
         self._contexts[turn.number] = turn.tokens + result.tokens
-        self.plan = self.plan or result.tokens[:PLAN_TOKENS]
+        self.plan, self.state = self.plan or result.tokens[:PLAN_TOKENS], result.state
         limit = self.command.task.limits.max_turn_tokens
         self._done = TurnDone(
             **of_dispatch(command),
@@ -461,9 +468,8 @@ class Turns:
             replayed=replay,
         )
         self.post(self._done)
-        if self.command.purpose is not Purpose.TRAIN and result.routes is not None:
-            result = msgspec.structs.replace(result, routes=None)
-        self._answer(command, result=result)
+        routes = result.routes if self.command.purpose is Purpose.TRAIN else None
+        self._answer(command, result=msgspec.structs.replace(result, routes=routes, state=()))
 
     def _answer(
         self,

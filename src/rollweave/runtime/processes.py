@@ -244,6 +244,8 @@ def engine_spec(
         cuda_graphs="cuda_graphs" not in without,
         lora_scale=None if config.lora is None else config.lora.scale,
         routes=config.algorithm.routing_replay,
+        states=scheduling(config.rollout, config.ablation).predicts
+        and config.ablation.predictor == "policy",
         server=_server_spec(config, group, slot, run),
     )
 

@@ -23,6 +23,9 @@ COLDEST: Final = 1e-30
 overflow float32.
 """
 
+STATE_WIDTH: Final = 64
+"""Number of values of a turn's state."""
+
 
 class Constraint(Struct, frozen=True, kw_only=True):
     """The form that the text of a turn must have: JSON of the schema `text`, a match of
@@ -233,7 +236,9 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     for each token of the answer and of the prompt. `routes` are the routes of prompt
     and answer from an engine that records them, without the last token, which the model
     has not processed. `prompt_tokens` is the engine's own count of the prompt, 0 if it
-    does not say.
+    does not say. `state` has the `STATE_WIDTH` values of the turn from an engine that
+    computes states (`engine/runner`): the model's last hidden state at the last
+    position that it has processed, in float16.
     """
 
     id: str
@@ -252,6 +257,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[TokenChances, ...] = ()
     prompt_top_logprobs: tuple[TokenChances, ...] = ()
     routes: Routes | None = None
+    state: tuple[float, ...] = ()
     error: str = ""
 
     @classmethod
@@ -744,8 +750,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     our engine. With `lora_scale`, new versions are adapters of `model`, whose output is
     multiplied by this scale. On a GPU, `paged_attention` uses a kernel that reads KV in
     place, and `cuda_graphs` replays recorded decoding steps; neither is used if
-    `deterministic`. With `routes`, results have the routes of their tokens. With
-    `lend`, the engine's process lends the slack that its requests leave.
+    `deterministic`. With `routes`, results have the routes of their tokens, and with
+    `states` the states of their turns, if our engine computes them. With `lend`, the
+    engine's process lends the slack that its requests leave.
     """
 
     id: EngineId
@@ -769,4 +776,5 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     paged_attention: bool = True
     cuda_graphs: bool = True
     routes: bool = False
+    states: bool = False
     lend: LendSpec | None = None

@@ -7,6 +7,11 @@ from rollweave.schema.base import Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch, ScoredGroup
 
+PROMPT_TOKENS = 256
+"""Maximum number of tokens of a prompt from which lengths are predicted, the last ones:
+a chat template and its system message come first.
+"""
+
 
 class TrainOn(TaggedStruct, frozen=True, kw_only=True):
     """Train on one (mini-)batch: the optimizer advances, the version does not.
@@ -148,8 +153,10 @@ class LengthContext(Struct, frozen=True, kw_only=True):
     environment has not answered the turn before.
 
     `siblings` members of its group have ended, after `sibling_mean` sampled tokens on
-    average and `sibling_longest` at most. `reward` (of the steps so far) and `plan`
-    (the first tokens of the first turn) are added by the world, which holds them.
+    average and `sibling_longest` at most. The world adds what it alone holds: `reward`
+    (of the steps so far), `plan` (the first tokens of the first turn), `prompt` (the
+    last tokens of the first turn's prompt), and `state`, which the engine of the turn
+    before gave with it (`GenerateResult.state`), if it gave one.
     """
 
     domain: str
@@ -165,13 +172,15 @@ class LengthContext(Struct, frozen=True, kw_only=True):
     answered: bool = True
     reward: float = 0.0
     plan: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    state: tuple[float, ...] = ()
 
 
 class PredictorSpec(Struct, frozen=True, kw_only=True):
     """Describes how to build a predictor.
 
     `checkpoint` is the directory of the language model with which regressor `lm` reads
-    plans.
+    prompts and plans.
     """
 
     regressor: str

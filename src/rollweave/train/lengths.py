@@ -28,7 +28,7 @@ def check_installed(config: RunConfig | None = None) -> None:
 def build_regressor(name: str, *, checkpoint: str | None = None) -> Regressor:
     """Build an untrained regressor.
 
-    `checkpoint` is the directory of the language model with which `lm` reads plans.
+    `checkpoint` is the directory of the language model with which `lm` reads texts.
     Raises ConfigError.
     """
     if name == "lm":

@@ -21,6 +21,8 @@ from rollweave.core.policy.predict import (
     PLAN_BUCKETS,
     PLAN_TOKENS,
     PRIOR_TOKENS,
+    PROMPT,
+    PROMPT_BUCKETS,
     SIBLING_MEAN,
     TURN,
     WIDTH,
@@ -28,8 +30,10 @@ from rollweave.core.policy.predict import (
     ProgressivePredictor,
     Rows,
     row,
+    state_of,
 )
-from rollweave.schema.training import LengthContext
+from rollweave.schema.serving import STATE_WIDTH
+from rollweave.schema.training import PROMPT_TOKENS, LengthContext
 from tests.support.properties import examples
 
 anything = st.floats(allow_nan=True, allow_infinity=True)
@@ -48,6 +52,8 @@ contexts = st.builds(
     sibling_longest=count,
     reward=anything,
     plan=st.lists(st.integers(0, 2**32), max_size=300).map(tuple),
+    prompt=st.lists(st.integers(0, 2**32), max_size=300).map(tuple),
+    state=st.lists(anything, min_size=STATE_WIDTH, max_size=STATE_WIDTH).map(tuple) | st.just(()),
 )
 
 
@@ -79,15 +85,38 @@ def test_a_row_is_finite_and_the_same_for_the_same_context(
     assert domains.tolist() == [float(index == slot) for index in range(DOMAINS)]
 
 
-@given(plan=st.lists(st.integers(0, 200_000), max_size=2 * PLAN_TOKENS))
-def test_a_plan_is_the_share_of_its_first_tokens_in_each_bucket(plan: list[int]) -> None:
-    buckets = row(full_context(plan=tuple(plan)), 0)[NUMBERS + DOMAINS :]
-    slow = [0.0] * PLAN_BUCKETS
-    for token in plan[:PLAN_TOKENS]:
-        slow[int((token * 2654435761) % 2**32 / 2**32 * PLAN_BUCKETS)] += 1 / min(
-            len(plan), PLAN_TOKENS
-        )
-    assert buckets.tolist() == pytest.approx(slow, abs=1e-6)
+@given(context=contexts)
+def test_a_state_is_finite_and_in_float16_or_empty(context: LengthContext) -> None:
+    state = state_of(context)
+    assert (state.dtype, len(state)) == (np.float16, len(context.state))
+    expected = [
+        value if math.isfinite(value) and abs(value) < 65519 else 0.0 for value in context.state
+    ]
+    assert state.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("width", [1, STATE_WIDTH - 1, STATE_WIDTH + 1])
+def test_a_state_of_another_width_is_none(width: int) -> None:
+    assert len(state_of(full_context(state=(1.0,) * width))) == 0
+
+
+@given(
+    plan=st.lists(st.integers(0, 200_000), max_size=2 * PLAN_TOKENS),
+    prompt=st.lists(st.integers(0, 200_000), max_size=2 * PROMPT_TOKENS),
+)
+def test_texts_are_the_shares_of_their_tokens_in_each_bucket(
+    plan: list[int], prompt: list[int]
+) -> None:
+    """Of a plan the first tokens count, of a prompt the last ones."""
+    values = row(full_context(plan=tuple(plan), prompt=tuple(prompt)), 0)
+    for first, read, count in (
+        (NUMBERS + DOMAINS, plan[:PLAN_TOKENS], PLAN_BUCKETS),
+        (PROMPT, prompt[-PROMPT_TOKENS:], PROMPT_BUCKETS),
+    ):
+        slow = [0.0] * count
+        for token in read:
+            slow[int((token * 2654435761) % 2**32 / 2**32 * count)] += 1 / len(read)
+        assert values[first : first + count].tolist() == pytest.approx(slow, abs=1e-6)
 
 
 def test_named_columns_have_their_values() -> None:
@@ -134,16 +163,23 @@ def test_siblings_count_once_one_has_ended() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [name for name in LengthContext.__struct_fields__ if name not in ("domain", "siblings")],
+    sorted({*LengthContext.__struct_fields__} - {"domain", "siblings", "state"}),
 )
 def test_every_field_is_in_the_row(field: str) -> None:
-    plan = {"plan": (1, 2, 3)} if field == "plan" else {field: 1}
-    plan |= {"answered": False} if field == "answered" else {}
-    assert (row(full_context(), 0) != row(full_context(**plan), 0)).any()
+    values: dict[str, object] = {"plan": (1, 2, 3), "prompt": (1, 2, 3), "answered": False}
+    changed = full_context(**{field: values.get(field, 1)})
+    assert (row(full_context(), 0) != row(changed, 0)).any()
 
 
 def context(
-    output: int, *, domain: str = "a", turn: int = 1, siblings: int = 0, mean: float = 0.0
+    output: int,
+    *,
+    domain: str = "a",
+    turn: int = 1,
+    siblings: int = 0,
+    mean: float = 0.0,
+    text: tuple[int, ...] = (),
+    state: tuple[float, ...] = (),
 ) -> LengthContext:
     return LengthContext(
         domain=domain,
@@ -156,6 +192,9 @@ def context(
         siblings=siblings,
         sibling_mean=mean,
         sibling_longest=int(mean),
+        plan=text,
+        prompt=text * 2,
+        state=state,
     )
 
 
@@ -253,6 +292,8 @@ def test_the_harvest_and_its_statistics_are_those_of_a_slow_reference(
                 domain=rng.choice("abc"),
                 siblings=rng.randrange(2),
                 mean=float(rng.randrange(600)),
+                text=(rng.randrange(3),),
+                state=rng.choice([(), (float(rng.randrange(9)),) * STATE_WIDTH]),
             )
             expected = slow.usual(request)
             slow.remember(key, request)
@@ -272,6 +313,9 @@ def test_the_harvest_and_its_statistics_are_those_of_a_slow_reference(
             == np.stack([row(request, 0) for request, _ in slow.pairs])[:, :NUMBERS]
         ).all()
         assert rows.plans == [request.plan for request, _ in slow.pairs]
+        assert rows.prompts == [request.prompt for request, _ in slow.pairs]
+        states = [request.state for request, _ in slow.pairs]
+        assert [tuple(state.tolist()) for state in rows.states] == states
 
 
 def test_the_regressor_answers_once_it_is_fitted() -> None:
@@ -356,16 +400,17 @@ def test_domains_beyond_the_slots_share_one_row() -> None:
     assert all(columns.shape == (WIDTH,) for columns in rows)
 
 
-def test_a_plan_is_kept_once_for_all_turns_of_an_attempt() -> None:
-    predictor = ProgressivePredictor(Spy)
-    plans = [tuple(token * 1000 for token in (1, 2, 3)) for _ in range(2)]
-    first, second = (
-        predictor.remember("k", LengthContext(**{**_fields(context(turn)), "plan": plan}))
-        for turn, plan in enumerate(plans)
-    )
-    assert first.context.plan is second.context.plan
-    assert second.context.output_tokens == 1
-
-
-def _fields(request: LengthContext) -> dict[str, object]:
-    return {name: getattr(request, name) for name in LengthContext.__struct_fields__}
+def test_a_text_is_kept_once_for_all_turns_and_members_of_a_group() -> None:
+    predictor = ProgressivePredictor(Spy, open_attempts=2)
+    state = (0.5,) * STATE_WIDTH
+    kept = [
+        predictor.remember(key, context(turn, text=tuple(range(1000, 1009)), state=state))
+        for turn, key in enumerate("kkmm")
+    ]
+    assert len({id(one.context.plan) for one in kept}) == 1
+    assert len({id(one.context.prompt) for one in kept}) == 1
+    assert [one.context.output_tokens for one in kept] == [0, 1, 2, 3]
+    assert all((one.context.state, one.state.tolist()) == ((), [*state]) for one in kept)
+    for other in range(9):
+        predictor.remember("k", context(0, text=(other,)))
+    assert len(predictor._texts) == 2 * 2, "texts are bounded as attempts are"

@@ -6,7 +6,9 @@ on the context and its domain's slot. Columns, in order: `NUMBERS` about lengths
 time, as logarithms if their tail is long and plain if the remaining length grows with
 them (the target is the plain length); one column per domain slot, which is 1 for the
 context's domain; `PLAN_BUCKETS` columns for the text of the first turn's plan, each
-with the share of the plan's tokens whose ids hash to this bucket.
+with the share of the plan's tokens whose ids hash to this bucket; `PROMPT_BUCKETS`
+columns for the text of the first turn's prompt in the same way. Beside the row, a
+context may have a state: what the policy itself computed last (`LengthContext.state`).
 
 Invariants: a prediction is a finite number of at least 1, whatever the regressor does;
 a failed prediction is counted, and running statistics replace it. A failed fit is
@@ -17,13 +19,14 @@ queried and never observed. The same calls give the same answers.
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollweave.schema.training import LengthContext
+from rollweave.schema.serving import STATE_WIDTH
+from rollweave.schema.training import PROMPT_TOKENS, LengthContext
 
 LOG_PROMPT, TURN, OUTPUT, SIBLING_MEAN = 0, 1, 2, 3
 """Columns that simple regressors read: log(1 + prompt tokens); turns, sampled tokens
@@ -47,25 +50,35 @@ PLAN_TOKENS = 256
 first.
 """
 
-WIDTH = NUMBERS + DOMAINS + PLAN_BUCKETS
+PROMPT_BUCKETS = 32
+"""Number of hash buckets for a prompt: the prompts of a task differ in few words."""
+
+PROMPT = NUMBERS + DOMAINS + PLAN_BUCKETS
+"""The first column of the prompt's text."""
+
+WIDTH = PROMPT + PROMPT_BUCKETS
 
 _HASH = 2654435761
 """Knuth's multiplier, 2³² over the golden ratio: neighboring ids fall into different
 buckets.
 """
 
-_NO_PLAN = (0.0,) * PLAN_BUCKETS
-
 Table = NDArray[np.float32]
+State = NDArray[np.float16]
+
+NO_STATE: State = np.zeros(0, np.float16)
 
 
 class Rows(NamedTuple):
-    """The input of regressors for n contexts: `table` of shape (n, WIDTH), and the
-    plans themselves for regressors that read tokens.
+    """The input of regressors for n contexts: `table` of shape (n, WIDTH), the prompts
+    and plans themselves for regressors that read tokens, and the states, each of
+    `STATE_WIDTH` finite numbers, or empty.
     """
 
     table: Table
+    prompts: Sequence[tuple[int, ...]]
     plans: Sequence[tuple[int, ...]]
+    states: Sequence[State]
 
 
 def row(context: LengthContext, slot: int | None) -> Table:
@@ -108,27 +121,34 @@ def row(context: LengthContext, slot: int | None) -> Table:
     domains = [0.0] * DOMAINS
     if slot is not None:
         domains[slot] = 1.0
-    row = np.array([*numbers, *domains, *_buckets(context.plan)])
+    plan = _buckets(context.plan[:PLAN_TOKENS], PLAN_BUCKETS)
+    prompt = _buckets(context.prompt[-PROMPT_TOKENS:], PROMPT_BUCKETS)
+    row = np.array([*numbers, *domains, *plan, *prompt])
     with np.errstate(over="ignore"):
-        narrow = row.astype(np.float32)
-    return (
-        narrow
-        if np.isfinite(narrow).all()
-        else np.where(np.isfinite(narrow), narrow, np.float32(0.0))
-    )
+        return _finite(row.astype(np.float32))
+
+
+def state_of(context: LengthContext) -> State:
+    """Return the context's state, which is empty unless it has `STATE_WIDTH` values."""
+    if len(context.state) != STATE_WIDTH:
+        return NO_STATE
+    with np.errstate(over="ignore"):
+        return _finite(np.array(context.state).astype(np.float16))
+
+
+def _finite(values: NDArray[Any]) -> NDArray[Any]:
+    finite = np.isfinite(values)
+    return values if finite.all() else np.where(finite, values, values.dtype.type(0))
 
 
 def _log(value: float) -> float:
     return math.log1p(value) if value > 0 else 0.0
 
 
-def _buckets(plan: Sequence[int]) -> Sequence[float]:
-    read = plan[:PLAN_TOKENS]
-    if not read:
-        return _NO_PLAN
-    shares, share = [0.0] * PLAN_BUCKETS, 1 / len(read)
-    for token in read:
-        shares[(token * _HASH % (1 << 32)) * PLAN_BUCKETS >> 32] += share
+def _buckets(text: Sequence[int], count: int) -> Sequence[float]:
+    shares, share = [0.0] * count, 1 / max(1, len(text))
+    for token in text:
+        shares[(token * _HASH % (1 << 32)) * count >> 32] += share
     return shares
 
 
@@ -152,7 +172,9 @@ trajectory of our families takes.
 """
 
 MIN_PAIRS = 64
-"""Minimum number of pairs for the first fit: as many as a row has numbers."""
+"""Minimum number of pairs for the first fit: two for each three columns of a row, most
+of which are small shares of texts.
+"""
 
 PRIOR_TOKENS = 512.0
 """Predicted tokens without any data. Any constant will do: a prediction that is equal
@@ -178,10 +200,11 @@ class Regressor(Protocol):
 
 
 class Question(NamedTuple):
-    """A remembered context and its row."""
+    """A remembered context without its state, its row, and its state."""
 
     context: LengthContext
     row: Table
+    state: State
 
 
 class ProgressivePredictor:
@@ -199,6 +222,7 @@ class ProgressivePredictor:
         self._make, self._window, self._open_attempts = make, window, open_attempts
         self._regressor: Regressor | None = None
         self._open: OrderedDict[Hashable, deque[Question]] = OrderedDict()
+        self._texts: OrderedDict[tuple[int, ...], tuple[int, ...]] = OrderedDict()
         self._harvest: deque[tuple[Question, int]] = deque()
         # remaining tokens and pairs of the harvest, by domain
         self._sums: dict[str, tuple[int, int]] = {}
@@ -231,13 +255,20 @@ class ProgressivePredictor:
             if len(self._open) >= self._open_attempts:
                 self._open.popitem(last=False)
             questions = self._open[key] = deque(maxlen=ATTEMPT_CONTEXTS)
-        elif (
-            context.plan == questions[-1].context.plan
-        ):  # one object for all turns: plans off the wire are the bulk of memory
-            context = msgspec.structs.replace(context, plan=questions[-1].context.plan)
-        question = Question(context, row(context, self._slot(context.domain)))
+        kept = msgspec.structs.replace(
+            context, plan=self._once(context.plan), prompt=self._once(context.prompt), state=()
+        )
+        question = Question(kept, row(context, self._slot(context.domain)), state_of(context))
         questions.append(question)
         return question
+
+    def _once(self, text: tuple[int, ...]) -> tuple[int, ...]:
+        """Return one object for equal texts, of all turns and of all members of a
+        group: those off the wire would be the bulk of memory.
+        """
+        if text not in self._texts and len(self._texts) >= 2 * self._open_attempts:
+            self._texts.popitem(last=False)
+        return self._texts.setdefault(text, text)
 
     def estimate(self, questions: Sequence[Question]) -> list[float]:
         """Return the remaining tokens for each question, at least 1."""
@@ -319,5 +350,7 @@ class ProgressivePredictor:
 def _rows(questions: Sequence[Question]) -> Rows:
     return Rows(
         np.stack([question.row for question in questions]),
+        [question.context.prompt for question in questions],
         [question.context.plan for question in questions],
+        [question.state for question in questions],
     )

@@ -30,9 +30,6 @@ from rollweave.schema.work import (
     with_routes,
 )
 
-PLAN_TOKENS = 64
-"""Number of tokens of the first turn that represent the agent's plan."""
-
 
 class GrowingSequence:
     """A token sequence that grows at its end, by given tokens and sampled turns."""
@@ -148,16 +145,6 @@ class Conversation:
         it.
         """
         return self._grown.turns[-1].finish_reason
-
-    @property
-    def plan(self) -> tuple[int, ...]:
-        """Return the first tokens of the agent's first turn, which represent its
-        plan.
-        """
-        if not self._grown.turns:
-            return ()
-        turn = self._grown.turns[0]
-        return tuple(self._grown.tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
     def add_turn(self, result: GenerateResult) -> str:
         """Append the agent's turn as the engine sampled it, and return its text. Raises

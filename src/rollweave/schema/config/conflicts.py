@@ -341,6 +341,17 @@ WITHOUT_EFFECT = (
         Clause("where no policy predicts lengths", lambda place: not _predicts(place.config)),
     ),
     Conflict(
+        "ablation.changes=policy",
+        Clause(
+            "where all engines are servers or simulated",
+            lambda place: (
+                place.config.sim is not None
+                or all(group.server is not None for group in place.config.engines)
+            ),
+            why="whose turns have no states, so that it predicts as ridge does",
+        ),
+    ),
+    Conflict(
         "ablation.changes=rank ablation.changes=gain",
         Clause(
             f"unless the placement is {_or(PARTITIONS)}",

@@ -129,7 +129,7 @@ PLACEMENTS = (
     "presorted",
 )
 MIGRATIONS = ("never", "rank", "gain")
-PREDICTORS = ("ridge", "boosted", "lm", "prompt", "history")
+PREDICTORS = ("ridge", "boosted", "lm", "policy", "prompt", "history")
 """The scheduling policies, by what they decide (core/policy/), and the predictors of
 lengths (train/lengths/).
 """
@@ -174,7 +174,9 @@ class AblationConfig(Section):
         "which trajectories are divided by length: partition by their work, presorted by "
         "Heddle's eq. 2. When a trajectory moves to the engine of its new rank: never, "
         "rank (whenever that engine differs), gain (if the predicted gain exceeds the "
-        "exposed cost). The predictor of lengths: ridge, unless another one is given; boosted, lm, "
+        "exposed cost). The predictor of lengths: ridge, unless another one is given; boosted, lm "
+        "(which reads prompts and first turns), policy (ridge with the model's own hidden states, "
+        "which Rollweave's engine gives with each turn), "
         "and the baselines prompt and history. And mechanisms to do without: "
         "no_free_stepping (all environments wait for the "
         "slowest one before each turn), no_reward_overlap (rewards wait until the whole "
