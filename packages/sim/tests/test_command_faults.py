@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sim import faults as bench
+from packages.sim.benchmarks import faults as bench
 from rollweave.schema.config.root import RunConfig
 from rollweave_sim import command_simulate as simulate
 from rollweave_sim.command_simulate import replay_command

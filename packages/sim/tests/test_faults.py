@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sim.faults import result_of, searched
+from packages.sim.benchmarks.faults import result_of, searched
 from rollweave.core.core import Core
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

@@ -34,14 +34,14 @@ BENCHES = {
     "lora": "variants:bench_variants",
     "vllm": "vllm.bench:bench_vllm",
     "trl": "trl.bench:bench_trl",
-    "sim": "sim.bench:bench_sim",
-    "faults": "sim.faults:bench_faults",
+    "sim": "packages.sim.benchmarks.bench:bench_sim",
+    "faults": "packages.sim.benchmarks.faults:bench_faults",
     "affinity": "affinity:bench_affinity",
     "placement": "placement.bench:bench_placement",
     "predictors": "predictors:bench_predictors",
     "scheduling": "scheduling.bench:bench_scheduling",
     "phases": "phases.bench:bench_phases",
-    "service": "service.bench:bench_service",
+    "service": "packages.service.benchmarks.bench:bench_service",
     "coserve": "coserve.bench:bench_coserve",
     "agents": "agents.bench:bench_agents",
     "sandbox": "sandbox:bench_sandbox",
@@ -50,7 +50,9 @@ BENCHES = {
     "soak": "soak.bench:bench_soak",
     "cluster": "cluster.bench:bench_cluster",
 }
-"""Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
+"""Benchmark → the function that runs it, as `module:function`: of `benchmarks/`, or of
+the distribution that it measures.
+"""
 
 NAMES = tuple(BENCHES)
 SEEDED = (
@@ -140,7 +142,8 @@ def bench(
 
 
 def _benchmark(module: str) -> ModuleType:
-    """Import a module of `benchmarks/`, which is next to `src/` in a checkout.
+    """Import a module of `benchmarks/` or `packages/`, which are next to `src/` in a
+    checkout.
 
     Raises ConfigError if Rollweave does not run from a checkout.
     """
@@ -152,7 +155,8 @@ def _benchmark(module: str) -> ModuleType:
         )
     if str(root) not in sys.path:
         sys.path.append(str(root))
-    return importlib.import_module(f"benchmarks.{module}")
+    beside = module.startswith("packages.")
+    return importlib.import_module(module if beside else f"benchmarks.{module}")
 
 
 def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":

@@ -1,7 +1,7 @@
 """Run the predictor of lengths in a child process, and execute the core's commands
 about it.
 
-Invariants: nothing here blocks, and no component waits for a prediction; a request is
+Invariants: nothing here blocks, and no component needs a prediction; a request is
 answered at most once, by one `PredictionReady` with a finite number. A predictor that
 dies, sends an invalid report or is silent for too long is restarted, without its
 observations, a bounded number of times. After that predictions stop, and the core keeps

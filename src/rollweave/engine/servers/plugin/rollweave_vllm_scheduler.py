@@ -27,7 +27,7 @@ READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class Preemption:
-    """What both of vLLM's schedulers have in addition."""
+    """Adds preemption to either of vLLM's schedulers."""
 
     in_vain: set[str]
 

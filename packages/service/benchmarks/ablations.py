@@ -32,7 +32,7 @@ import msgspec
 
 from benchmarks.contract import Figure
 from benchmarks.harness import Child, Progress, median_ratio
-from benchmarks.service.bash_env import BACKEND, TERMINALS, project
+from packages.service.benchmarks.bash_env import BACKEND, TERMINALS, project
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
@@ -111,14 +111,16 @@ def ablations(
         if variant.terminal != "tmux" or shutil.which("tmux")
     }
     with contextlib.ExitStack() as stack:
-        engines = Child("benchmarks.service.slot_engines", f"{ENGINES}", f"{SLOTS}", f"{TOKEN_MS}")
+        engines = Child(
+            "packages.service.benchmarks.slot_engines", f"{ENGINES}", f"{SLOTS}", f"{TOKEN_MS}"
+        )
         served = stack.enter_context(engines)
         services = {}
         for balanced in (True, False):
             file = scratch / f"balanced-{balanced}" / "given.toml"
             file.parent.mkdir(parents=True)
             file.write_text(dumps(_config(file.parent, model)))
-            child = Child("benchmarks.service.process", str(file))
+            child = Child("packages.service.benchmarks.process", str(file))
             services[balanced] = stack.enter_context(child)
         addresses = {balanced: service.line for balanced, service in services.items()}
         return asyncio.run(
@@ -130,7 +132,11 @@ def _config(directory: Path, model: Path) -> RunConfig:
     """Return a configuration with as many concurrent environments as slots."""
     limits = {"max_turns": 30, "max_tokens": 2000, "max_turn_tokens": 64}
     tasks = [
-        {"env": "benchmarks.service.bash_env:BashEnv", "tag": name, "options": {"terminal": name}}
+        {
+            "env": "packages.service.benchmarks.bash_env:BashEnv",
+            "tag": name,
+            "options": {"terminal": name},
+        }
         for name in TERMINALS
     ]
     return RunConfig.model_validate(

@@ -1,7 +1,7 @@
 """Bench `sim`: time and memory of simulating one RL step on many GPUs.
 
 Every size runs in its own process, because the peak of a process's memory never falls:
-`python -m benchmarks.sim.bench GPUS LAYOUT` prints one line of JSON.
+`python -m packages.sim.benchmarks.bench GPUS LAYOUT` prints one line of JSON.
 """
 
 import json
@@ -112,7 +112,9 @@ def bench_sim(*, quick: bool) -> Result:
 
 def simulated(gpus: int, layout: str) -> dict[str, Any]:
     """Return what a process measures. Raises RuntimeError where it fails."""
-    measured: dict[str, Any] = program("benchmarks.sim.bench", str(gpus), layout, limit_s=LIMIT_S)
+    measured: dict[str, Any] = program(
+        "packages.sim.benchmarks.bench", str(gpus), layout, limit_s=LIMIT_S
+    )
     return measured
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import trained
-from benchmarks.service.ablations import ablations, figures_of
-from benchmarks.service.running import Running
+from packages.service.benchmarks.ablations import ablations, figures_of
+from packages.service.benchmarks.running import Running
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave_service.client import RolloutClient
@@ -155,7 +155,7 @@ def _model(directory: Path) -> Path:
     steps.
     """
     made = _config(directory, directory).model_dump(mode="json", exclude_none=True)
-    made["tasks"].append({"env": "benchmarks.service.bash_env:BashEnv", "tag": "bash"})
+    made["tasks"].append({"env": "packages.service.benchmarks.bash_env:BashEnv", "tag": "bash"})
     made["run"] |= {"name": "model", "steps": 0}
     made |= {"model": {"scratch": {"hidden": 32, "layers": 1}}, "eval": {"final_episodes": 0}}
     run, _ = trained(RunConfig.model_validate(made))

@@ -1,5 +1,5 @@
-"""Engines of known pace, as a process: `python -m benchmarks.service.slot_engines
-ENGINES SLOTS TOKEN_MS`.
+"""Engines of known pace, as a process: `python -m
+packages.service.benchmarks.slot_engines ENGINES SLOTS TOKEN_MS`.
 
 They answer over the same HTTP server as a real engine, with random words. A turn
 occupies a slot for its tokens' time, so that the used share of all slots is known to

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.sim import bench as sim
+from packages.sim.benchmarks import bench as sim
 from rollweave_sim.world import costs_of
 
 
@@ -25,7 +25,7 @@ def test_every_size_is_a_possible_placement(layout: str, gpus: int) -> None:
 def test_memory_is_that_of_one_process_alone() -> None:
     """A child's peak does not include its parent's memory."""
     ballast = bytearray(300 * 1024 * 1024)
-    code = "from benchmarks.sim.bench import peak_mb; print(peak_mb())"
+    code = "from packages.sim.benchmarks.bench import peak_mb; print(peak_mb())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 5 < float(done.stdout) < 280 < len(ballast) / 1024**2
 

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import Child
-from benchmarks.service.ablations import JOBS, WANTED, Round, Trainer, Variant, figures_of
-from benchmarks.service.bash_env import (
+from packages.service.benchmarks.ablations import JOBS, WANTED, Round, Trainer, Variant, figures_of
+from packages.service.benchmarks.bash_env import (
     COMMANDS,
     DIGITS,
     SANDBOXES,
     TERMINALS,
     BashEnv,
 )
-from benchmarks.service.bench import added
-from benchmarks.service.slot_engines import KEY_TOKENS, Slots, engine_index, turn_tokens
+from packages.service.benchmarks.bench import added
+from packages.service.benchmarks.slot_engines import KEY_TOKENS, Slots, engine_index, turn_tokens
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema import work
@@ -97,7 +97,7 @@ TOKEN_MS = 1.0
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, Any]]:
-    with Child("benchmarks.service.slot_engines", "2", "1", str(TOKEN_MS)) as child:
+    with Child("packages.service.benchmarks.slot_engines", "2", "1", str(TOKEN_MS)) as child:
         yield json.loads(child.line)
 
 
@@ -128,7 +128,7 @@ async def test_slot_engines_act_as_engines(engines: dict[str, Any]) -> None:
 
 def test_a_child_that_does_not_start_is_an_error() -> None:
     with (
-        Child("benchmarks.service.slot_engines") as child,
+        Child("packages.service.benchmarks.slot_engines") as child,
         pytest.raises(RuntimeError, match="slot_engines ended with 1 before it was ready"),
     ):
         _ = child.line

@@ -1,4 +1,5 @@
-"""A rollout service as a process: `python -m benchmarks.service.process CONFIG`.
+"""A rollout service as a process: `python -m packages.service.benchmarks.process
+CONFIG`.
 
 It runs the service that `rollweave serve` starts, with the sandboxes of `bash_env` open
 around it. The first line of its output is its address. It ends as soon as its standard
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from benchmarks.service.bash_env import SANDBOXES
+from packages.service.benchmarks.bash_env import SANDBOXES
 from rollweave.io.http.listening import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
