@@ -29,7 +29,7 @@ UNMOVED = "fcfs"
 trajectories.
 """
 
-QUICK_VARIANTS = (UNMOVED, OURS)
+QUICK_VARIANTS = (UNMOVED, "heddle", OURS)
 
 
 class SchedulingPlan(Struct, frozen=True, kw_only=True):
