@@ -265,6 +265,14 @@ def serve(
     names: AllowedHosts = None,
     token_env: TokenEnv = None,
     no_token: NoToken = False,
+    networks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="NETWORK",
+            help="Network whose clients need no token, such as 10.0.0.0/8. May be repeated.",
+        ),
+    ] = None,
     unsandboxed: Annotated[
         bool,
         typer.Option(
@@ -303,6 +311,7 @@ def serve(
             token_env=token_env,
             no_token=no_token,
             names=tuple(names or ()),
+            networks=tuple(networks or ()),
         )
         command("serve")(
             config,

@@ -18,8 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.io.http.bodies import body_of
-from rollweave.io.http.guard import JSON, Guard, given_token, kept_token, read_token
-from rollweave.io.http.listening import listening
+from rollweave.io.http.guard import (
+    JSON,
+    Guard,
+    given_token,
+    kept_token,
+    networks_of,
+    read_token,
+)
+from rollweave.io.http.listening import Access, listening
 from rollweave.schema.errors import ConfigError
 from tests.support.http import ATTACKS
 
@@ -230,6 +237,41 @@ def test_no_token_is_allowed_on_the_loopback_alone(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ConfigError, match="--no-token"):
             given_token(variable, no_token=True, host=host, named="x")
+
+
+# Networks without a token.
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [
+        *[(near, 200) for near in ("10.1.2.3", "::ffff:10.1.2.3", "192.168.7.7", "fd00::1")],
+        *[(far, 401) for far in ("11.1.2.3", "192.168.7.8", "fd01::1", "127.0.0.1", "", "x")],
+    ],
+)
+def test_clients_of_the_allowed_networks_need_no_token(client: str, status: int) -> None:
+    networks = networks_of(["10.0.0.0/8", "192.168.7.7", "fd00::/32"], named="--allow")
+    guard = Guard(token=TOKEN, networks=networks)
+    place = {"local": LOCAL, "has_body": False, "client": client}
+    refused = guard.objection("/v1/x", {**EMPTY, **HERE}, **place)  # type: ignore[arg-type]
+    assert (refused[0] if refused is not None else 200) == status
+    foreign = guard.objection("/v1/x", {**EMPTY, "Host": ["evil.example"]}, **place)  # type: ignore[arg-type]
+    assert foreign is not None, "a page in such a network stays outside"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0.0.0.0/0", "at least 8 bits, since its clients need no token, got 0.0.0.0/0"),
+        ("8.0.0.0/7", "at least 8 bits"),
+        ("::/0", "at least 32 bits"),
+        ("10.0.0.1/8", "an address or a network: 10.0.0.1/8 has host bits set"),
+        ("gpu-7", "an address or a network: 'gpu-7' does not"),
+    ],
+)
+def test_the_whole_internet_is_no_network(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--allow must be .*{words}"):
+        Access(networks=("10.0.0.0/8", text), port=0).check()
 
 
 # As it is served.

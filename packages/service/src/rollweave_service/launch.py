@@ -262,7 +262,7 @@ class _Launch:
         service.restore()
         prorl = ProRL(service, codec=self.codec, hosts=self.engine_hosts)
         app = http.make_app(service, self.engine_hosts, prorl.routes())
-        guard = Guard(token=self.token, hosts=self.access.names)
+        guard = self.access.guard(self.token)
 
         def on_listening(address: str) -> None:
             replace_file(self.directory.address, address.encode())

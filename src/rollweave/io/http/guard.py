@@ -9,6 +9,7 @@ is read.
 
 import contextlib
 import hmac
+import ipaddress
 import os
 import re
 import secrets
@@ -41,6 +42,8 @@ page.
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
 
 class Refused(web.HTTPException):
     """The guard refuses a request with `status`; `reason` is the rule that it
@@ -62,10 +65,14 @@ class Guard:
     call a server on the loopback by localhost or a loopback address, with the server's
     port. They call a server on another address by any IP address, since no foreign name
     server can forge one, or by the name of this machine.
+
+    Clients at addresses in `networks` need no token.
     """
 
-    def __init__(self, *, token: str | None, hosts: Iterable[str] = ()) -> None:
-        self._token = token
+    def __init__(
+        self, *, token: str | None, hosts: Iterable[str] = (), networks: Iterable[Network] = ()
+    ) -> None:
+        self._token, self._networks = token, tuple(networks)
         self._hosts = frozenset(host.lower() for host in hosts)
         self._machine = socket.gethostname().lower()
 
@@ -88,6 +95,7 @@ class Guard:
                 request.path,
                 headers,
                 local=local[:2] if local else ("", 0),
+                client=request.remote or "",
                 has_body=request.body_exists,
                 target=request.raw_path,
             )
@@ -105,10 +113,12 @@ class Guard:
         local: tuple[str, int],
         has_body: bool,
         target: str = "/",
+        client: str = "",
     ) -> tuple[int, str] | None:
         """Return the HTTP status and the broken rule if the request is refused.
         `headers` has all values of the headers in `_READ`; `local` is the server's end
-        of the connection, and `target` the target in the request's first line.
+        of the connection, `client` the address of the other end, and `target` the
+        target in the request's first line.
         """
         (host, *more), origins = headers["Host"] or [""], headers["Origin"]
         if more or not self._is_called(host.lower(), local):
@@ -130,6 +140,7 @@ class Guard:
         if (
             self._token is not None
             and path not in OPEN
+            and not self._is_near(client)
             and not self._is_known(headers["Authorization"], headers.get("X-Api-Key", ()))
         ):
             return 401, "the request must carry this server's token (Authorization: Bearer TOKEN)"
@@ -165,6 +176,10 @@ class Guard:
             name == self._machine or ip_address(name) is not None
         )
 
+    def _is_near(self, client: str) -> bool:
+        address = ip_address(client)
+        return address is not None and any(address in network for network in self._networks)
+
     def _is_known(self, headers: Sequence[str], keys: Sequence[str]) -> bool:
         expected = (self._token or "").encode()
         token = sent_token(headers, keys).encode(errors="surrogateescape")
@@ -197,6 +212,35 @@ def _authority(target: str) -> str:
 def _is_loopback(name: str) -> bool:
     address = ip_address(name)
     return address is not None and address.is_loopback
+
+
+# Clients that need no token.
+
+SHORTEST_PREFIX = {4: 8, 6: 32}
+"""Minimum length of a network's prefix, by the version of its addresses: the largest
+private network has 10.0.0.0/8, and a provider a /32.
+"""
+
+
+def networks_of(texts: Iterable[str], *, named: str) -> tuple[Network, ...]:
+    """Return the networks that these texts denote, for example 10.0.0.0/8 or an
+    address. `named` is the option that has them. Raises ConfigError for a text that
+    denotes none, and for a network of half the internet.
+    """
+    networks = []
+    for text in texts:
+        try:
+            network = ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ConfigError(f"{named} must be an address or a network: {error}") from None
+        if network.prefixlen < SHORTEST_PREFIX[network.version]:
+            raise ConfigError(
+                f"{named} must be a network whose prefix has at least "
+                f"{SHORTEST_PREFIX[network.version]} bits, since its clients need no token, "
+                f"got {text}"
+            )
+        networks.append(network)
+    return tuple(networks)
 
 
 # Tokens.

@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from rollweave.io.http.bodies import check_expectation, withhold
-from rollweave.io.http.guard import Guard, given_token
+from rollweave.io.http.guard import Guard, given_token, networks_of
 from rollweave.schema.address import check_names
 from rollweave.schema.errors import ConfigError
 
@@ -368,7 +368,7 @@ class Access:
     """The address of a server and the clients that it admits.
 
     `names` are further names under which clients reach it; `no_token` admits every
-    program on this host.
+    program on this host, and `networks` those at addresses in these networks.
     """
 
     host: str = "127.0.0.1"
@@ -376,6 +376,14 @@ class Access:
     token_env: str | None = None
     no_token: bool = False
     names: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+
+    def guard(self, token: str | None) -> Guard:
+        """Return the guard of a server with this token. Raises ConfigError for a
+        network that is none.
+        """
+        networks = networks_of(self.networks, named="--allow")
+        return Guard(token=token, hosts=self.names, networks=networks)
 
     def check(self) -> str | None:
         """Return the token in the variable `token_env`, or None without a variable.
@@ -389,5 +397,6 @@ class Access:
             check_names(self.names, field="--allow-host")
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.guard(token)
         check_address(self.host, self.port, names=ADDRESS)
         return token

@@ -90,7 +90,7 @@ def environment(program: Program, share: Share) -> dict[str, str]:
     if program is not Program.ROLE:
         variables |= {"MKL_NUM_THREADS": str(share.threads), "TOKENIZERS_PARALLELISM": "false"}
     if program is Program.TRAINER:
-        # its number of threads follows the idle cores: none may spin on a core of others
+        # its threads follow the idle cores: none may spin on a core of others
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
     if share.devices is not None:
         variables |= {
