@@ -417,7 +417,7 @@ class Turns(msgspec.Struct):
     suspects: dict[TrajectoryId, None] = {}  # that wait for an engine, first to run first
     arrivals: int = 0
     given: int = 0  # turns given to all engines
-    timer_at: float = 0.0  # when the timer fires next, unless it has fired
+    timer_at: float = 0.0  # when the timer fires next; 0 if it has fired
 
 
 class Drawing(msgspec.Struct):

@@ -50,15 +50,15 @@ def set_timer(run: Run) -> None:
     mechanism's deadline, whichever is first.
     """
     rests = [until for engine in run.state.engines.values() for until in engine.barred.values()]
-    wanted = [at for at in (run.state.turns.timer_at,) if at > run.now]
-    _set_timer(run, min([run.now + _period_s(run), *rests, *wanted]))
+    wanted = [at for at in (run.state.turns.timer_at,) if at]
+    _set_timer(run, max(run.now, min([run.now + _period_s(run), *rests, *wanted])))
 
 
 def wake_by(run: Run, at: float) -> None:
     """Let the timer fire no later than `at`, when a mechanism's deadline ends. The
     mechanism asks again for a later deadline whenever the timer fires.
     """
-    if not run.now < run.state.turns.timer_at <= at:
+    if not 0 < run.state.turns.timer_at <= at:
         _set_timer(run, at)
 
 

@@ -49,6 +49,8 @@ def check_deadlines(run: Run) -> None:
     """Check every deadline, and set the timer again."""
     if run.state.phase is Phase.FINISHED:
         return
+    if run.state.turns.timer_at <= run.now:
+        run.state.turns.timer_at = 0.0  # all that is due is done now
     for check in run.deadlines:
         check(run)
 

@@ -24,7 +24,8 @@ def vllm_python(tmp_path: Path, *, without: str = "") -> str:
         "entrypoints": "\n".join(f'@router.post("{route}")' for route in routes),
         "distributed/weight_transfer": "def register_engine(): ...",
         "v1": "apply_grammar_bitmask GuidanceBackend all_stop_token_ids _preempt_request "
-        "kv_holding_waiting max_num_active_reqs num_stale_output_tokens",
+        "kv_holding_waiting max_num_active_reqs num_stale_output_tokens "
+        "requires_kv_delivery",
         "model_executor/model_loader/reload": "initialize_layerwise_reload\nfinalize_layerwise_reload",
     }
     for folder, content in text.items():

@@ -19,6 +19,9 @@ class Queue(list[Any]):
     remove_request = list.remove
     add_request = list.append
 
+    def peek_request(self) -> Any:
+        return min(self, key=lambda one: (one.priority, one.arrival_time))
+
 
 class Scheduler:
     """What the plug-in uses of vLLM's: `slots` for requests, and `room` for those that
@@ -28,7 +31,7 @@ class Scheduler:
     def __init__(self, slots: int) -> None:
         self.max_num_active_reqs, self.room = slots, slots
         self.num_waiting_for_streaming_input = 0
-        self._pause_state = Pause.UNPAUSED
+        self._pause_state, self.requires_kv_delivery = Pause.UNPAUSED, False
         self.requests: dict[str, Any] = {}
         self.running: list[Any] = []
         self.waiting, self.kv_holding_waiting = Queue(), Queue()
@@ -43,13 +46,10 @@ class Scheduler:
                 request.status = Status.RUNNING
         return [one.request_id for one in self.running]
 
-    def _preempt_request(self, request: Any, timestamp: float) -> None:
+    def _preempt_request(self, request: Any, timestamp: float, *, drop_stale_output: bool) -> None:
         request.status = Status.PREEMPTED
         self.waiting.append(request)
         self.preempted.append(request.request_id)
-
-    def _request_blocks_can_be_freed(self, request: Any) -> bool:
-        return not request.writing
 
 
 @pytest.fixture
@@ -82,7 +82,6 @@ def add(scheduler: Any, id: str, priority: int, status: Status = Status.WAITING)
         arrival_time=float(len(scheduler.requests)),
         status=status,
         num_stale_output_tokens=0,
-        writing=False,
     )
     scheduler.requests[request.request_id] = scheduler.requests.pop(id)
     scheduler.waiting.append(request)
@@ -114,9 +113,10 @@ def test_equals_and_lower_ones_wait(scheduler: Any, priority: int) -> None:
     assert scheduler.preempted == []
 
 
-@pytest.mark.parametrize("reason", ["paused", "blocked", "stale", "writing", "kv is coming"])
+@pytest.mark.parametrize("reason", ["paused", "blocked", "stale", "kv is coming"])
 def test_nothing_is_preempted_for_what_could_not_run(scheduler: Any, reason: str) -> None:
-    running = [add(scheduler, id, 0) for id in ("a", "b")]
+    for id in ("a", "b"):
+        add(scheduler, id, 0)
     scheduler.schedule()
     urgent = add(scheduler, "urgent", -5, Status.BLOCKED if reason == "blocked" else Status.WAITING)
     match reason:
@@ -124,9 +124,6 @@ def test_nothing_is_preempted_for_what_could_not_run(scheduler: Any, reason: str
             scheduler._pause_state = Pause.PAUSED_ALL
         case "stale":
             urgent.num_stale_output_tokens = 1
-        case "writing":
-            for one in running:
-                one.writing = True
         case "kv is coming":
             scheduler.kv_holding_waiting.append(urgent)
     scheduler.schedule()
@@ -157,6 +154,6 @@ def test_a_priority_may_change_while_a_request_waits_or_runs(plugin: ModuleType)
     assert second.priority == -1
     assert names(scheduler.schedule()) == {"r"}
     scheduler.rerank("r1", -2)
-    scheduler.rerank("gone", -9)
+    assert not scheduler.rerank("gone", -9)
     scheduler.schedule()
     assert first.status is Status.RUNNING

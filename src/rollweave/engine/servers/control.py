@@ -19,6 +19,9 @@ from rollweave.schema.errors import EngineError
 RERANK = "/rollweave/rerank"
 """The plug-in's route that changes a priority, as in `plugin/rollweave_leases`."""
 
+FOUND = b'{"found": true}'
+"""The answer of this route where the server has the request."""
+
 RERANK_S = 2.0
 """Maximum seconds of such a call."""
 
@@ -66,9 +69,9 @@ class Control(Protocol):
         from now on.
         """
 
-    async def rerank(self, request_id: str, priority: int) -> None:
-        """Change the priority of a request, in a server that preempts. The order of
-        requests is all that a failed call leaves as it was.
+    async def rerank(self, request_id: str, priority: int) -> bool:
+        """Change the priority of a request, in a server that preempts. Return False if
+        the call fails, or the server does not have the request.
         """
 
     async def gauges(self) -> Mapping[str, float]:
@@ -98,13 +101,14 @@ class Calls:
     async def close(self) -> None:
         await self._session.close()
 
-    async def rerank(self, request_id: str, priority: int) -> None:
+    async def rerank(self, request_id: str, priority: int) -> bool:
         """See `Control`."""
         body = msgspec.json.encode({"id": request_id, "priority": priority})
-        limit = aiohttp.ClientTimeout(total=RERANK_S)
+        limit, url = aiohttp.ClientTimeout(total=RERANK_S), f"{self._url}{RERANK}"
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-            async with self._session.post(f"{self._url}{RERANK}", data=body, timeout=limit):
-                pass
+            async with self._session.post(url, data=body, timeout=limit) as response:
+                return await response.read() == FOUND
+        return False
 
     async def call(
         self, route: str, body: dict[str, Any] | None = None, **query: str

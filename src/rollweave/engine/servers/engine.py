@@ -85,6 +85,11 @@ prompt on a busy CPU answers late.
 MAX_REQUESTS = 1 << 16
 """Maximum number of requests at a server that preempts: more than the core gives it."""
 
+RANK_PAUSE_S = 0.05
+"""Seconds after which a rank is sent again to a server that does not have its request
+yet.
+"""
+
 END_S = 0.5
 """Maximum seconds from a failed call to the end of the server that caused it."""
 
@@ -106,6 +111,8 @@ class ServerEngine:
         self._staged_from: WeightManifest | None = None
         self._staging: asyncio.Task[None] | None = None
         self._live: set[str] = set()
+        self._ranks: dict[str, float] = {}
+        """Ranks that are on their way to the server, by request."""
         self._adapters: AdapterMerger | None = None
         self._suspended = False
         self._waiting: dict[str, GenerateRequest] = {}
@@ -313,8 +320,24 @@ class ServerEngine:
             return
         if request is not None:
             self._waiting[request_id] = msgspec.structs.replace(request, rank=rank)
-        elif self._server.preempts and (id := self._http.wire_id(request_id)) is not None:
-            self._spawn(self._control.rerank(id, -round(rank * PER_RANK)), "rank")
+        elif self._server.preempts and request_id in self._live:
+            is_sending = request_id in self._ranks
+            self._ranks[request_id] = rank
+            if not is_sending:
+                self._spawn(self._send_rank(request_id), "rank")
+
+    async def _send_rank(self, request_id: str) -> None:
+        """Send the newest rank of a request until the server has taken it, or the
+        request is over: requests and ranks come by different connections.
+        """
+        while request_id in self._live:
+            rank, id = self._ranks[request_id], self._http.wire_id(request_id)
+            taken = id is not None and await self._control.rerank(id, -round(rank * PER_RANK))
+            if taken and self._ranks[request_id] == rank:
+                break
+            if not taken:
+                await asyncio.sleep(RANK_PAUSE_S)
+        del self._ranks[request_id]
 
     def _send(self, request: GenerateRequest) -> None:
         answer = self._http.generate(request, self._on_tokens.get(request.id))

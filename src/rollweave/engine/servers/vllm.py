@@ -85,6 +85,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "kv_holding_waiting",
         "max_num_active_reqs",
         "num_stale_output_tokens",
+        "requires_kv_delivery",
     ),
     "model_executor/model_loader/reload": (
         "initialize_layerwise_reload",

@@ -73,7 +73,7 @@ GRANULE = 32
 a GPU unless blocks are larger, where the rest of the last one is computed again.
 """
 
-PRIORITY = -(1 << 40)
+PRIORITY = -(1 << 60)
 """Priority before all turns, of which transfers take one step each."""
 
 LAYOUT = "of vLLM"

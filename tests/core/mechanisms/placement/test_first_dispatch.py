@@ -173,3 +173,42 @@ def test_a_snapshot_restores_turns_that_wait(seed: int) -> None:
     world.core.handle = handle  # type: ignore[method-assign]
     assert world.run().error == ""
     assert copies, "no turn ever waited"
+
+
+def test_a_turn_that_follows_a_withdrawn_one_is_queued_once() -> None:
+    """An agent program drops its first call while it waits, and calls again."""
+    hand = Asked("trajectory")
+    name = NAMES[0]
+    hand.feed(e.TurnWithdrawn(trajectory_id=name, attempt=0, turn=0))
+    hand.feed(hand.requests(name))
+    hand.predict({name: 10.0}, turn=1)
+    assert hand.places.keys() == {name}
+    hand.fire()
+    assert set(hand.places) == set(NAMES)
+    hand.end(name)
+
+
+def test_a_withdrawn_turn_does_not_make_the_predictor_silent() -> None:
+    hand = Asked("trajectory", max_running=1)
+    name = NAMES[0]
+    hand.feed(e.TurnWithdrawn(trajectory_id=name, attempt=0, turn=0))
+    hand.fire()
+    part = hand.core.state.mechanisms["placement"]
+    assert (part.held, part.silent) == ({}, False)
+
+
+def test_nothing_is_held_in_a_new_world() -> None:
+    hand = Asked("trajectory")
+    hand.feed(e.WorldLost(engines=()))
+    part = hand.core.state.mechanisms["placement"]
+    assert (part.held, part.silent) == ({}, False)
+
+
+def test_an_overdue_timer_is_not_put_off() -> None:
+    hand = Asked("trajectory", max_running=1)
+    due = hand.timer
+    hand.predict({NAMES[0]: 10.0})
+    hand.now = due + 0.5
+    hand.end(NAMES[0])
+    assert list(hand.core.state.mechanisms["placement"].held) == [NAMES[1]]
+    assert hand.timer == due

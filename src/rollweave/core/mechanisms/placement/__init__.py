@@ -35,6 +35,11 @@ def _requested(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     first_dispatch.hold(run, trajectory, turn)
 
 
+def _world_lost(run: Run, event: WorldLost) -> None:
+    transfers.on_world_lost(run, event)
+    first_dispatch.forget_all(run)
+
+
 def _check_late(run: Run) -> None:
     transfers.check_late(run)
     first_dispatch.give_up_late(run)
@@ -50,7 +55,7 @@ MECHANISM = Mechanism(
     used=used,
     state=Placement,
     choose_engine=_choose_engine,
-    handlers={MigrationDone: transfers.on_done, WorldLost: transfers.on_world_lost},
+    handlers={MigrationDone: transfers.on_done, WorldLost: _world_lost},
     steps={"launch groups": allocation.advance, "moves of trajectories": _check_late},
     follows={
         Stage.EVAL_QUEUED: transfers.forget,

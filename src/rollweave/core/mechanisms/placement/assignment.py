@@ -69,6 +69,7 @@ class Partition(msgspec.Struct):
     planned: int = 0
     predictions: int = 0  # received since the plan was made, one for each turn
     dispatched: int = 0  # attempts dispatched for the first time since then
+    step: int = 0  # the training step during which the plan was made
 
 
 class Placement(msgspec.Struct):
@@ -270,16 +271,18 @@ def work_s(run: Run, engine: Engine) -> float:
 def is_plan_due(run: Run, trajectory: Trajectory) -> bool:
     """True if the first dispatch of the trajectory's attempt makes a plan.
 
-    The plan of Heddle §5.2 is made once for a batch: the next one is due when as many
-    attempts as the batch has were dispatched.
+    The plan of Heddle §5.2 is made once for a batch: the next one is due when a step
+    was trained since, or, in a service, when as many attempts were dispatched as were
+    planned.
     """
     pool = run.preferred_pool(trajectory)
     partition, active = run.part(Placement).partitions.get(pool), index_of(run).count(pool)
     if partition is None:
         return True
     if run.scheduling.plans_once:
-        batch = run.config.rollout.groups_per_step * max(run.group_sizes.values())
-        return partition.dispatched >= min(batch, partition.planned)
+        if run.state.serving:
+            return partition.dispatched >= partition.planned
+        return partition.step != run.state.trainer.step
     return max(active, partition.predictions) > REPLAN_GROWTH * partition.planned
 
 
@@ -343,6 +346,7 @@ def _plan(run: Run, works: Sequence[tuple[int, int]], engines: Sequence[Engine])
     return Partition(
         shares=[Share(engine_id=name, size=end - start) for start, end, name in taken],
         planned=len(works),
+        step=run.state.trainer.step,
     )
 
 

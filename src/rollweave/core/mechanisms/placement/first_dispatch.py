@@ -45,28 +45,43 @@ def revised(run: Run, trajectory: Trajectory) -> None:
 def give_up_late(run: Run) -> None:
     """Dispatch the turns that have waited for too long."""
     part = run.part(Placement)
-    if not part.held:
-        return
-    for trajectory_id, since in part.held.items():
-        trajectory = run.state.trajectories.get(trajectory_id)
-        if trajectory is not None and run.now - since >= WAIT_S:
-            part.silent = part.silent or not _is_predicted(run, trajectory)
+    for trajectory, since in _waiting(run):
+        if run.now - since >= WAIT_S and not _is_predicted(run, trajectory):
+            part.silent = True
     _dispatch(run)
     if part.held:
         turns.wake_by(run, min(part.held.values()) + WAIT_S)
+
+
+def forget_all(run: Run) -> None:
+    """Forget the held turns of a world that is lost, with its predictor."""
+    part = run.part(Placement)
+    part.held.clear()
+    part.silent = False
+
+
+def _waiting(run: Run) -> list[tuple[Trajectory, float]]:
+    """Return the attempts whose first turn is held, with the time since when. Entries
+    of others, whose turn was withdrawn or cancelled, are removed.
+    """
+    part, waiting = run.part(Placement), list[tuple[Trajectory, float]]()
+    for trajectory_id, since in list(part.held.items()):
+        trajectory = run.state.trajectories.get(trajectory_id)
+        turn = trajectory.turn if trajectory is not None else None
+        if trajectory is None or turn is None or turn.number or not isinstance(turn.place, Held):
+            del part.held[trajectory_id]
+        else:
+            waiting.append((trajectory, since))
+    return waiting
 
 
 def _dispatch(run: Run) -> None:
     """Queue the held turns that have waited long enough."""
     part = run.part(Placement)
     held: list[tuple[Trajectory, bool, bool]] = []  # with: is it predicted, is it late
-    for trajectory_id, since in list(part.held.items()):
-        trajectory = run.state.trajectories.get(trajectory_id)
-        if trajectory is None or trajectory.turn is None:
-            del part.held[trajectory_id]  # it was cancelled
-        else:
-            late = part.silent or run.now - since >= WAIT_S
-            held.append((trajectory, _is_predicted(run, trajectory), late))
+    for trajectory, since in _waiting(run):
+        late = part.silent or run.now - since >= WAIT_S
+        held.append((trajectory, _is_predicted(run, trajectory), late))
     waits = not any(late for _, _, late in held) and _awaits_batch(run, held)
     for trajectory, predicted, late in held:
         # a turn that was dispatched before may have made the plan

@@ -35,13 +35,15 @@ to move only to balance the two: estimates err by about this ratio.
 
 
 def turn_done(
-    run: Run, trajectory: Trajectory, _turn: Turn, _engine: Engine, _event: TurnDone
+    run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine, _event: TurnDone
 ) -> None:
-    """Consider a move while the environment works. With a predictor that answers,
-    `revised` does so when its prediction for this interval comes.
+    """Consider a move while the environment works. With a predictor that answers in
+    time, `revised` does so when its prediction for this interval comes.
     """
-    moves = run.scheduling.assigns and run.part(Placement).silent
-    if moves and work_of(run, trajectory).predicted_at_turn >= 0:
+    if not run.scheduling.assigns:
+        return
+    predicted_at = work_of(run, trajectory).predicted_at_turn
+    if predicted_at >= 0 and (run.part(Placement).silent or predicted_at < turn.number):
         dispatching.release(run, consider(run, trajectory))
 
 

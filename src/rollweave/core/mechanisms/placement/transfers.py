@@ -325,7 +325,9 @@ def check(run: Run) -> None:
     part = run.part(Placement)
     for trajectory in run.state.trajectories.values():
         turn = trajectory.turn
-        if turn is not None and isinstance(turn.place, Held) and trajectory.id not in part.held:
+        if turn is None or not isinstance(turn.place, Held):
+            continue
+        if turn.number or trajectory.id not in part.held:
             number = migration_of(run, trajectory)
             assert number is not None, f"{trajectory} waits for no transfer"
             moving = part.migrations.open[number]

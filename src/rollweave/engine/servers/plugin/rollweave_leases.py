@@ -117,8 +117,11 @@ class LeasedGuard:
         """Return what the server with this application is."""
         raise NotImplementedError
 
-    async def rerank(self, app: Any, body: dict[str, Any]) -> None:
-        """Change the priority of a request, where the server can."""
+    async def rerank(self, app: Any, body: dict[str, Any]) -> bool:
+        """Change the priority of a request, where the server can; False if it has no
+        such request.
+        """
+        return False
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -138,8 +141,8 @@ class LeasedGuard:
             self._leases.release()
             await answer(send, 200, {})
         elif holds and path == RERANK:
-            await self.rerank(scope["app"], await read_body(receive))
-            await answer(send, 200, {})
+            found = await self.rerank(scope["app"], await read_body(receive))
+            await answer(send, 200, {"found": found})
         elif holds or path == OPEN:
             await self._app(scope, receive, send)
         else:

@@ -111,8 +111,8 @@ class Guard:
             await send({"type": "http.response.body", "body": b'{"detail": "no token"}'})
             return
         if scope["type"] == "http" and scope["path"] == RERANK:
-            await rerank(scope["app"], await read_body(receive))
-            await answer(send, 200, {})
+            found = await rerank(scope["app"], await read_body(receive))
+            await answer(send, 200, {"found": found})
             return
         await self._app(scope, receive, send)
 
@@ -121,12 +121,12 @@ class Guard:
         return hmac.compare_digest(given, self._expected)
 
 
-async def rerank(app: Any, body: dict[str, Any]) -> None:
-    """Change the priority of a request in the server with this application, if its
-    scheduler is one of `rollweave_vllm_scheduler`.
+async def rerank(app: Any, body: dict[str, Any]) -> bool:
+    """Change the priority of a request in the server with this application, whose
+    scheduler is one of `rollweave_vllm_scheduler`. Return False if it has none such.
     """
-    core = app.state.engine_client.engine_core
-    await core.call_utility_async("rollweave_rerank", str(body["id"]), int(body["priority"]))
+    core, priority = app.state.engine_client.engine_core, int(body["priority"])
+    return bool(await core.call_utility_async("rollweave_rerank", str(body["id"]), priority))
 
 
 KV = "ROLLWEAVE_VLLM_KV"

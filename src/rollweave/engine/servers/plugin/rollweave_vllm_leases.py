@@ -53,8 +53,8 @@ class LeasedGuard(rollweave_leases.LeasedGuard):  # type: ignore[misc]
     def about(self, app: Any) -> dict[str, Any]:
         return about(app.state.vllm_config)
 
-    async def rerank(self, app: Any, body: dict[str, Any]) -> None:
-        await rerank(app, body)
+    async def rerank(self, app: Any, body: dict[str, Any]) -> bool:
+        return bool(await rerank(app, body))
 
 
 def about(config: Any) -> dict[str, Any]:

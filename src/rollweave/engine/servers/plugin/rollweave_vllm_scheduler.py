@@ -47,6 +47,8 @@ class Preemption:
         """Preempt running requests for those that wait, and return the latter."""
         if self._pause_state != PauseState.UNPAUSED or self.kv_holding_waiting:
             return []
+        if self.waiting and self.waiting.peek_request().request_id in self.in_vain:
+            return []  # it waits for KV, and all others wait behind it
         # a stable order: of equals, the newest is preempted first
         running = sorted(self.running, key=_order)
         urgent: list[Any] = []
@@ -59,10 +61,11 @@ class Preemption:
             victim = running.pop() if running else None
             if victim is None or victim.priority <= request.priority:
                 break
-            if not (self.may_preempt(request) and self._request_blocks_can_be_freed(victim)):
+            if not self.may_preempt(request):
                 break
             self.running.remove(victim)
-            self._preempt_request(victim, time.monotonic())
+            stale = self.requires_kv_delivery
+            self._preempt_request(victim, time.monotonic(), drop_stale_output=stale)
             urgent.append(request)
         return urgent
 
@@ -71,16 +74,20 @@ class Preemption:
         ready = request.status in READY and not request.num_stale_output_tokens
         return ready and request.request_id not in self.in_vain
 
-    def rerank(self: Any, id: str, priority: int) -> None:
-        """Change the priority of a request; an unknown one has ended."""
+    def rerank(self: Any, id: str, priority: int) -> bool:
+        """Change the priority of a request; False if it has not come, or has ended."""
+        found = False
         for request in list(self.requests.values()):
             if _is_named(request.request_id, id):
-                waits = request.status in READY and request in self.waiting
-                if waits:
-                    self.waiting.remove_request(request)
+                queues = (self.waiting, self.kv_holding_waiting)
+                waits = [queue for queue in queues if request in queue]
+                for queue in waits:
+                    queue.remove_request(request)
                 request.priority = priority
-                if waits:
-                    self.waiting.add_request(request)
+                for queue in waits:
+                    queue.add_request(request)
+                found = True
+        return found
 
 
 class PreemptingScheduler(Preemption, AsyncScheduler):  # type: ignore[misc]
@@ -99,9 +106,9 @@ def _is_named(internal: str, id: str) -> bool:
     return internal.removeprefix(PREFIX).rpartition("-")[0] == id or internal == id
 
 
-def rerank(core: Any, id: str, priority: int) -> None:
+def rerank(core: Any, id: str, priority: int) -> bool:
     """Change a priority, in the process of the engine's core."""
-    core.scheduler.rerank(id, priority)
+    return bool(core.scheduler.rerank(id, priority))
 
 
 EngineCore.rollweave_rerank = rerank
