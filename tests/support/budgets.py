@@ -48,7 +48,7 @@ def _conditions() -> int:
 
 
 BUDGETS = (
-    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 109_700, 98_000),
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 109_800, 98_000),
     Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 446, 446),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
