@@ -50,8 +50,10 @@ def set_timer(run: Run) -> None:
     mechanism's deadline, whichever is first.
     """
     rests = [until for engine in run.state.engines.values() for until in engine.barred.values()]
-    wanted = [at for at in (run.state.turns.timer_at,) if at]
-    _set_timer(run, max(run.now, min([run.now + _period_s(run), *rests, *wanted])))
+    at = min([run.now + _period_s(run), *rests])
+    if run.state.turns.timer_at:
+        at = min(at, run.state.turns.timer_at)
+    _set_timer(run, max(run.now, at))
 
 
 def wake_by(run: Run, at: float) -> None:

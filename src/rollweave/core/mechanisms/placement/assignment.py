@@ -83,6 +83,8 @@ class Placement(msgspec.Struct):
     awaited: dict[int, int] = {}
     # first turns that wait for a prediction → since when (placement/first_dispatch)
     held: dict[TrajectoryId, float] = {}
+    # those that have one, and wait for the other first turns of the batch
+    ready: dict[TrajectoryId, float] = {}
     silent: bool = False  # the predictor has let such a turn wait in vain, and not answered since
 
 

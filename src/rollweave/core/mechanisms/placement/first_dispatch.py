@@ -16,6 +16,7 @@ from rollweave.core.mechanisms.placement import assignment
 from rollweave.core.mechanisms.placement.assignment import Placement
 from rollweave.core.run import Run
 from rollweave.core.state import Held, Trajectory, Turn
+from rollweave.schema.base import TrajectoryId
 
 WAIT_S = 1.0
 """Maximum seconds for which a first turn waits: several times the latency of the
@@ -30,6 +31,7 @@ def hold(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         return
     if work_of(run, trajectory).prediction_requested_for == turn.number == 0:
         turn.place = Held()
+        _forget(part, trajectory.id)  # so that the tables stay in the order of time
         part.held[trajectory.id] = run.now
         turns.wake_by(run, run.now + WAIT_S)
 
@@ -38,65 +40,72 @@ def revised(run: Run, trajectory: Trajectory) -> None:
     """Dispatch what need no longer wait, now that the predictor has answered."""
     part = run.part(Placement)
     part.silent = False
-    if trajectory.id in part.held:
-        _dispatch(run)
+    since = part.held.pop(trajectory.id, None)
+    if since is None or not _is_held(trajectory):
+        return
+    part.ready[trajectory.id] = since
+    if not run.scheduling.plans_once or not assignment.is_plan_due(run, trajectory):
+        _dispatch(run, [trajectory.id])
+    elif not run.state.pools.init and _oldest(run) is None:
+        _dispatch(run, list(part.ready))
 
 
 def give_up_late(run: Run) -> None:
     """Dispatch the turns that have waited for too long."""
-    part = run.part(Placement)
-    for trajectory, since in _waiting(run):
-        if run.now - since >= WAIT_S and not _is_predicted(run, trajectory):
-            part.silent = True
-    _dispatch(run)
-    if part.held:
-        turns.wake_by(run, min(part.held.values()) + WAIT_S)
+    part, trajectories = run.part(Placement), run.state.trajectories
+    part.ready = {
+        name: since for name, since in part.ready.items() if _is_held(trajectories.get(name))
+    }
+    oldest = _oldest(run)
+    if oldest is not None and run.now - oldest >= WAIT_S:
+        part.silent = True
+        _dispatch(run, [*part.held, *part.ready])
+    elif part.ready and run.now - min(part.ready.values()) >= WAIT_S:
+        _dispatch(run, list(part.ready))
+    if part.held or part.ready:
+        turns.wake_by(run, min([*part.held.values(), *part.ready.values()]) + WAIT_S)
 
 
 def forget_all(run: Run) -> None:
     """Forget the held turns of a world that is lost, with its predictor."""
     part = run.part(Placement)
     part.held.clear()
+    part.ready.clear()
     part.silent = False
 
 
-def _waiting(run: Run) -> list[tuple[Trajectory, float]]:
-    """Return the attempts whose first turn is held, with the time since when. Entries
-    of others, whose turn was withdrawn or cancelled, are removed.
+def _forget(part: Placement, trajectory_id: TrajectoryId) -> None:
+    part.held.pop(trajectory_id, None)
+    part.ready.pop(trajectory_id, None)
+
+
+def _is_held(trajectory: Trajectory | None) -> bool:
+    """True unless the turn that was held has been withdrawn or cancelled."""
+    turn = trajectory.turn if trajectory is not None else None
+    return turn is not None and not turn.number and isinstance(turn.place, Held)
+
+
+def _oldest(run: Run) -> float | None:
+    """Return since when the first of the turns without a prediction waits; None if
+    there is none. Entries of turns that are not held any longer are removed before it.
     """
-    part, waiting = run.part(Placement), list[tuple[Trajectory, float]]()
-    for trajectory_id, since in list(part.held.items()):
-        trajectory = run.state.trajectories.get(trajectory_id)
-        turn = trajectory.turn if trajectory is not None else None
-        if trajectory is None or turn is None or turn.number or not isinstance(turn.place, Held):
-            del part.held[trajectory_id]
-        else:
-            waiting.append((trajectory, since))
-    return waiting
+    held = run.part(Placement).held
+    while held:
+        trajectory_id, since = next(iter(held.items()))
+        if _is_held(run.state.trajectories.get(trajectory_id)):
+            return since
+        del held[trajectory_id]
+    return None
 
 
-def _dispatch(run: Run) -> None:
-    """Queue the held turns that have waited long enough."""
+def _dispatch(run: Run, names: list[TrajectoryId]) -> None:
+    """Queue the held turns of these trajectories."""
     part = run.part(Placement)
-    held: list[tuple[Trajectory, bool, bool]] = []  # with: is it predicted, is it late
-    for trajectory, since in _waiting(run):
-        late = part.silent or run.now - since >= WAIT_S
-        held.append((trajectory, _is_predicted(run, trajectory), late))
-    waits = not any(late for _, _, late in held) and _awaits_batch(run, held)
-    for trajectory, predicted, late in held:
-        # a turn that was dispatched before may have made the plan
-        if late or (predicted and not (waits and assignment.is_plan_due(run, trajectory))):
-            run.state.counters.scheduling.awaited_s += run.now - part.held.pop(trajectory.id)
+    for name in names:
+        since = part.held.get(name, part.ready.get(name, run.now))
+        _forget(part, name)
+        trajectory = run.state.trajectories.get(name)
+        if trajectory is not None and _is_held(trajectory):
+            run.state.counters.scheduling.awaited_s += run.now - since
             dispatching.enqueue(run, trajectory, trajectory.open_turn)
             assignment.count_dispatch(run, trajectory)
-
-
-def _awaits_batch(run: Run, held: list[tuple[Trajectory, bool, bool]]) -> bool:
-    """True if the batch, for which a plan would be made, is not known yet."""
-    if not run.scheduling.plans_once:
-        return False
-    return bool(run.state.pools.init) or not all(predicted for _, predicted, _ in held)
-
-
-def _is_predicted(run: Run, trajectory: Trajectory) -> bool:
-    return work_of(run, trajectory).predicted_at_turn >= 0

@@ -327,7 +327,7 @@ def check(run: Run) -> None:
         turn = trajectory.turn
         if turn is None or not isinstance(turn.place, Held):
             continue
-        if turn.number or trajectory.id not in part.held:
+        if turn.number or (trajectory.id not in part.held and trajectory.id not in part.ready):
             number = migration_of(run, trajectory)
             assert number is not None, f"{trajectory} waits for no transfer"
             moving = part.migrations.open[number]
