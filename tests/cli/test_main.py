@@ -177,8 +177,7 @@ def test_help_and_readme_name_every_bench_and_every_bench_is_a_function() -> Non
         assert name in words
         assert f"`{name}`" in row
         module, _, function = place.partition(":")
-        path = module if module.startswith("packages.") else f"benchmarks.{module}"
-        source = ROOT / f"{path.replace('.', '/')}.py"
+        source = ROOT / f"{module.replace('.', '/')}.py"
         assert f"\ndef {function}(" in source.read_text(encoding="utf-8")  # to import all is slow
 
 

@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from benchmarks.contract import Figure, Result
 
 BENCHES = {
-    "engine": "engine.bench:bench_engine",
-    "gpu": "gpu.bench:bench_gpu",
-    "demo": "learning:bench_learning",
-    "fixed": "learning:bench_learning",
-    "multitask": "learning:bench_learning",
-    "longtail": "learning:bench_learning",
-    "memory": "memory:bench_memory",
-    "modes": "variants:bench_variants",
-    "losses": "variants:bench_variants",
-    "lora": "variants:bench_variants",
-    "vllm": "vllm.bench:bench_vllm",
-    "trl": "trl.bench:bench_trl",
+    "engine": "benchmarks.engine.bench:bench_engine",
+    "gpu": "benchmarks.gpu.bench:bench_gpu",
+    "demo": "benchmarks.learning:bench_learning",
+    "fixed": "benchmarks.learning:bench_learning",
+    "multitask": "benchmarks.learning:bench_learning",
+    "longtail": "benchmarks.learning:bench_learning",
+    "memory": "benchmarks.memory:bench_memory",
+    "modes": "benchmarks.variants:bench_variants",
+    "losses": "benchmarks.variants:bench_variants",
+    "lora": "benchmarks.variants:bench_variants",
+    "vllm": "benchmarks.vllm.bench:bench_vllm",
+    "trl": "benchmarks.trl.bench:bench_trl",
     "sim": "packages.sim.benchmarks.bench:bench_sim",
     "faults": "packages.sim.benchmarks.faults:bench_faults",
-    "affinity": "affinity:bench_affinity",
-    "placement": "placement.bench:bench_placement",
-    "predictors": "predictors:bench_predictors",
-    "scheduling": "scheduling.bench:bench_scheduling",
-    "phases": "phases.bench:bench_phases",
+    "affinity": "benchmarks.affinity:bench_affinity",
+    "placement": "benchmarks.placement.bench:bench_placement",
+    "predictors": "benchmarks.predictors:bench_predictors",
+    "scheduling": "benchmarks.scheduling.bench:bench_scheduling",
+    "phases": "benchmarks.phases.bench:bench_phases",
     "service": "packages.service.benchmarks.bench:bench_service",
-    "coserve": "coserve.bench:bench_coserve",
-    "agents": "agents.bench:bench_agents",
-    "sandbox": "sandbox:bench_sandbox",
-    "delta": "delta:bench_delta",
-    "relay": "relay.bench:bench_relay",
-    "soak": "soak.bench:bench_soak",
-    "cluster": "cluster.bench:bench_cluster",
+    "coserve": "benchmarks.coserve.bench:bench_coserve",
+    "agents": "benchmarks.agents.bench:bench_agents",
+    "sandbox": "benchmarks.sandbox:bench_sandbox",
+    "delta": "benchmarks.delta:bench_delta",
+    "relay": "benchmarks.relay.bench:bench_relay",
+    "soak": "benchmarks.soak.bench:bench_soak",
+    "cluster": "benchmarks.cluster.bench:bench_cluster",
 }
 """Benchmark → the function that runs it, as `module:function`: of `benchmarks/`, or of
 the distribution that it measures.
@@ -136,7 +136,7 @@ def bench(
         if isinstance(condition, str):
             out.print(f"[dim]{escape(name)}: {escape(condition)}[/]", soft_wrap=True)
     if as_json:
-        sys.stdout.write(_benchmark("contract").json_line(result, describe()) + "\n")
+        sys.stdout.write(_benchmark("benchmarks.contract").json_line(result, describe()) + "\n")
     if result.broken:
         raise typer.Exit(FAILED)
 
@@ -155,12 +155,11 @@ def _benchmark(module: str) -> ModuleType:
         )
     if str(root) not in sys.path:
         sys.path.append(str(root))
-    beside = module.startswith("packages.")
-    return importlib.import_module(module if beside else f"benchmarks.{module}")
+    return importlib.import_module(module)
 
 
 def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
-    result: Result = _benchmark("engine.profile").bench_profile(path, model, quick=quick)
+    result: Result = _benchmark("benchmarks.engine.profile").bench_profile(path, model, quick=quick)
     return result
 
 

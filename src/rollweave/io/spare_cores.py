@@ -1,4 +1,4 @@
-"""The cores of this machine that nobody uses, for a process that computes.
+"""The idle cores of this machine, for a process that computes.
 
 A process begins with the threads that are its own. From then on it follows what Linux
 counts: while a core idles it takes one more thread, and while its own thread has to
@@ -6,11 +6,12 @@ wait for a core it gives one back. So the cores of a machine go to whichever pro
 work, without any arrangement between the processes.
 """
 
-import math
 import os
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from rollweave.io.machine import cores
 
 PERIOD_S = 0.25
 """Minimum seconds between two changes: Linux counts idle time in hundredths of
@@ -24,7 +25,7 @@ WAITED = 0.1
 """A thread is given back if the process waited for a core for this share of the time.
 """
 
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Usage(NamedTuple):
@@ -82,9 +83,8 @@ def usable_cores() -> int:
     """Return the number of cores that this process may use, within the quota of its
     container.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, math.floor(int(quota) / int(period))))
+        return max(1, min(cores(), int(quota) // int(period)))
     except (OSError, ValueError):  # there is no file, or "max"
-        return cores
+        return cores()

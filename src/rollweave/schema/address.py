@@ -23,6 +23,7 @@ A name whose last part is a number is refused: some read it as an IP address.
 """
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 METADATA = tuple(
     ipaddress.ip_network(text)
@@ -161,7 +162,7 @@ class Hosts(Struct, frozen=True):
     """The hosts to which connections are allowed, by name and by IP address."""
 
     names: frozenset[str]
-    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
+    networks: tuple[IpNetwork, ...]
 
     @classmethod
     def parse(cls, entries: Iterable[str], *, field: str) -> Self:

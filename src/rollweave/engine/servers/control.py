@@ -19,7 +19,7 @@ from rollweave.schema.errors import EngineError
 RERANK = "/rollweave/rerank"
 """The plug-in's route that changes a priority, as in `plugin/rollweave_leases`."""
 
-FOUND = b'{"found": true}'
+FOUND = {"found": True}
 """The answer of this route where the server has the request."""
 
 RERANK_S = 2.0
@@ -105,9 +105,10 @@ class Calls:
         """See `Control`."""
         body = msgspec.json.encode({"id": request_id, "priority": priority})
         limit, url = aiohttp.ClientTimeout(total=RERANK_S), f"{self._url}{RERANK}"
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        failures = (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError)
+        with contextlib.suppress(*failures):
             async with self._session.post(url, data=body, timeout=limit) as response:
-                return await response.read() == FOUND
+                return bool(msgspec.json.decode(await response.read()) == FOUND)
         return False
 
     async def call(

@@ -315,10 +315,9 @@ class ServerEngine:
         """Change a rank, on a server that preempts; others take a priority with the
         request only.
         """
-        request = self._waiting.get(request_id)
         if not math.isfinite(rank):
             return
-        if request is not None:
+        if (request := self._waiting.get(request_id)) is not None:
             self._waiting[request_id] = msgspec.structs.replace(request, rank=rank)
         elif self._server.preempts and request_id in self._live:
             is_sending = request_id in self._ranks

@@ -21,7 +21,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rollweave.schema.address import ip_address, split_host
+from rollweave.schema.address import IpNetwork, ip_address, split_host
 from rollweave.schema.errors import ConfigError
 
 OPEN = frozenset({"/health", "/ping", "/ready"})
@@ -41,8 +41,6 @@ page.
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Refused(web.HTTPException):
@@ -70,7 +68,7 @@ class Guard:
     """
 
     def __init__(
-        self, *, token: str | None, hosts: Iterable[str] = (), networks: Iterable[Network] = ()
+        self, *, token: str | None, hosts: Iterable[str] = (), networks: Iterable[IpNetwork] = ()
     ) -> None:
         self._token, self._networks = token, tuple(networks)
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -222,7 +220,7 @@ private network has 10.0.0.0/8, and a provider a /32.
 """
 
 
-def networks_of(texts: Iterable[str], *, named: str) -> tuple[Network, ...]:
+def networks_of(texts: Iterable[str], *, named: str) -> tuple[IpNetwork, ...]:
     """Return the networks that these texts denote, for example 10.0.0.0/8 or an
     address. `named` is the option that has them. Raises ConfigError for a text that
     denotes none, and for a network of half the internet.

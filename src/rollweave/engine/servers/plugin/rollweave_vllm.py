@@ -123,7 +123,8 @@ class Guard:
 
 async def rerank(app: Any, body: dict[str, Any]) -> bool:
     """Change the priority of a request in the server with this application, whose
-    scheduler is one of `rollweave_vllm_scheduler`. Return False if it has none such.
+    scheduler must be one of `rollweave_vllm_scheduler`. Return False if it does not
+    have the request.
     """
     core, priority = app.state.engine_client.engine_core, int(body["priority"])
     return bool(await core.call_utility_async("rollweave_rerank", str(body["id"]), priority))

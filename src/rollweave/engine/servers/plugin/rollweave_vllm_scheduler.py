@@ -44,10 +44,13 @@ class Preemption:
         return output
 
     def make_room(self: Any) -> list[Any]:
-        """Preempt running requests for those that wait, and return the latter."""
-        if self._pause_state != PauseState.UNPAUSED or self.kv_holding_waiting:
+        """Preempt running requests, and return the waiting requests that get their
+        slots.
+        """
+        paused = self._pause_state != PauseState.UNPAUSED
+        if not self.waiting or paused or self.kv_holding_waiting:
             return []
-        if self.waiting and self.waiting.peek_request().request_id in self.in_vain:
+        if self.waiting.peek_request().request_id in self.in_vain:
             return []  # it waits for KV, and all others wait behind it
         # a stable order: of equals, the newest is preempted first
         running = sorted(self.running, key=_order)
