@@ -21,6 +21,11 @@ SOURCES = [
     for path in sorted(folder.rglob("*.py"))
     if "swe_repos" not in path.parts
 ]
+BENCHMARKS = [
+    path
+    for folder in (ROOT / "benchmarks", *sorted(ROOT.glob("packages/*/benchmarks")))
+    for path in sorted(folder.rglob("*.py"))
+]
 LONGEST_FUNCTION = 80
 """Maximum number of lines of a function."""
 FRAGMENT = re.compile(
@@ -134,8 +139,8 @@ def test_no_module_of_tests_is_a_library_of_another() -> None:
     """Helpers of several test modules are in `tests/support`, or in a module beside
     them.
     """
-    folders = (ROOT / "tests", *ROOT.glob("packages/*/tests"), ROOT / "benchmarks")
-    modules = [path for folder in folders for path in folder.rglob("*.py")]
+    folders = (ROOT / "tests", *ROOT.glob("packages/*/tests"))
+    modules = [*BENCHMARKS, *(path for folder in folders for path in folder.rglob("*.py"))]
     imports = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules
@@ -146,10 +151,20 @@ def test_no_module_of_tests_is_a_library_of_another() -> None:
     assert imports == []
 
 
+def test_a_benchmark_that_needs_a_distribution_stands_in_it() -> None:
+    imports = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        for name in contents(path).imported
+        if name.startswith(("rollweave_", "packages."))
+    ]
+    assert imports == []
+
+
 def test_docstrings_are_no_fragments() -> None:
     fragments = [
         f"{path.relative_to(ROOT)}:{line}: {text:.40}"
-        for path in [*SOURCES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
+        for path in [*SOURCES, *BENCHMARKS]
         for line, text in contents(path).docstrings
         if FRAGMENT.match(text)
     ]

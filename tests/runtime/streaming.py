@@ -6,7 +6,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from benchmarks.phases.reading_tasks import Reading
+from packages.sim.benchmarks.phases.reading_tasks import Reading
 from rollweave.envs.base import Options, Score, Split
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.schema.work import Task

@@ -29,7 +29,7 @@ def reading(directory: Path, *phases: str, latency_s: float = 0.0, **sections: A
     return lake(
         directory,
         task={
-            "env": "benchmarks.phases.reading_tasks:Reading",
+            "env": "packages.sim.benchmarks.phases.reading_tasks:Reading",
             "tag": "reading",
             "options": {"words": 70, "latency_s": latency_s},
             "max_tokens": 1024,

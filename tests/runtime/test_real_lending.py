@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster.run import lost_trajectories
-from benchmarks.coserve.borrowing_run import BorrowingRun
-from benchmarks.coserve.cores import Cores
-from benchmarks.coserve.serving_engine import ServingEngine, save_model
+from packages.sim.benchmarks.coserve.borrowing_run import BorrowingRun
+from packages.sim.benchmarks.coserve.cores import Cores
+from packages.sim.benchmarks.coserve.serving_engine import ServingEngine, save_model
 from rollweave.core.state import State
 from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.placement.whole_lists import allocate, place
+from packages.papers.benchmarks.placement.whole_lists import allocate, place
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import (
     Allocation,

@@ -111,10 +111,8 @@ def ablations(
         if variant.terminal != "tmux" or shutil.which("tmux")
     }
     with contextlib.ExitStack() as stack:
-        engines = Child(
-            "packages.service.benchmarks.slot_engines", f"{ENGINES}", f"{SLOTS}", f"{TOKEN_MS}"
-        )
-        served = stack.enter_context(engines)
+        arguments = (f"{ENGINES}", f"{SLOTS}", f"{TOKEN_MS}")
+        served = stack.enter_context(Child("packages.service.benchmarks.slot_engines", *arguments))
         services = {}
         for balanced in (True, False):
             file = scratch / f"balanced-{balanced}" / "given.toml"

@@ -1,1 +1,1 @@
-"""Benches of the simulator: its speed and fault search."""
+"""Benches of the simulator, and benches that measure live runs beside its figures."""

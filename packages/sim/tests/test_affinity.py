@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.affinity import FULL, NEITHER, READS, THINKS, UNIFORM, WRONG, config
+from packages.sim.benchmarks.affinity import FULL, NEITHER, READS, THINKS, UNIFORM, WRONG, config
 from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
 from rollweave_sim.run import SimMetrics, simulate

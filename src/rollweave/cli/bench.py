@@ -36,13 +36,13 @@ BENCHES = {
     "trl": "benchmarks.trl.bench:bench_trl",
     "sim": "packages.sim.benchmarks.bench:bench_sim",
     "faults": "packages.sim.benchmarks.faults:bench_faults",
-    "affinity": "benchmarks.affinity:bench_affinity",
-    "placement": "benchmarks.placement.bench:bench_placement",
-    "predictors": "benchmarks.predictors:bench_predictors",
-    "scheduling": "benchmarks.scheduling.bench:bench_scheduling",
-    "phases": "benchmarks.phases.bench:bench_phases",
+    "affinity": "packages.sim.benchmarks.affinity:bench_affinity",
+    "placement": "packages.papers.benchmarks.placement.bench:bench_placement",
+    "predictors": "packages.papers.benchmarks.predictors:bench_predictors",
+    "scheduling": "packages.sim.benchmarks.scheduling.bench:bench_scheduling",
+    "phases": "packages.sim.benchmarks.phases.bench:bench_phases",
     "service": "packages.service.benchmarks.bench:bench_service",
-    "coserve": "benchmarks.coserve.bench:bench_coserve",
+    "coserve": "packages.sim.benchmarks.coserve.bench:bench_coserve",
     "agents": "benchmarks.agents.bench:bench_agents",
     "sandbox": "benchmarks.sandbox:bench_sandbox",
     "delta": "benchmarks.delta:bench_delta",
@@ -159,7 +159,9 @@ def _benchmark(module: str) -> ModuleType:
 
 
 def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
-    result: Result = _benchmark("benchmarks.engine.profile").bench_profile(path, model, quick=quick)
+    result: Result = _benchmark("packages.sim.benchmarks.profile").bench_profile(
+        path, model, quick=quick
+    )
     return result
 
 

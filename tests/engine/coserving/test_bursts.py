@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.coserve.load import with_burst
+from packages.sim.benchmarks.coserve.load import with_burst
 from rollweave.core.policy.admission import Admission, Curve, Profile, Slo
 from rollweave.engine.batching import StepWork
 from rollweave.engine.core import EngineCore

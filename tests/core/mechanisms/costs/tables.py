@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from benchmarks.placement.whole_lists import by_length
+from packages.papers.benchmarks.placement.whole_lists import by_length
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import Allocation, Placement
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.placement.whole_lists import allocate, place
+from packages.papers.benchmarks.placement.whole_lists import allocate, place
 from rollweave.core.mechanisms.costs.interference import CostTable
 from tests.core.mechanisms.costs.tables import LENGTHS, best_of_all, check_allocation, tables
 from tests.support.properties import examples

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import transformers
 
-from benchmarks.coserve.cores import Cores
 from benchmarks.engine.models import ModelCase, model_of, sizes
 from benchmarks.harness import die_with_us, environment
 from benchmarks.soak.run_under_test import children_of
+from packages.sim.benchmarks.coserve.cores import Cores
 from rollweave.schema.errors import RollweaveError
 
 MODEL = ModelCase(
@@ -32,7 +32,7 @@ MODEL = ModelCase(
 )
 """A model whose decode step takes some milliseconds on one core."""
 
-PROGRAM = "benchmarks.coserve.engine_program"
+PROGRAM = "packages.sim.benchmarks.coserve.engine_program"
 """Program of an engine, and of its process."""
 
 SLOTS = 32

@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, load_average, scratch_folder
 from benchmarks.runs import trained
-from benchmarks.scheduling.paced_engine import GPU, MODEL, TOKENS, StepPace
-from benchmarks.scheduling.rollouts import (
+from packages.sim.benchmarks.scheduling.paced_engine import GPU, MODEL, TOKENS, StepPace
+from packages.sim.benchmarks.scheduling.rollouts import (
     LOGPROB_TOLERANCE,
     Rollout,
     Sample,
@@ -29,9 +29,9 @@ from benchmarks.scheduling.rollouts import (
     read_rollouts,
     read_samples,
 )
-from benchmarks.scheduling.router import CONDITION as ROUTER_CONDITION
-from benchmarks.scheduling.router import router_figures
-from benchmarks.scheduling.variants import (
+from packages.sim.benchmarks.scheduling.router import CONDITION as ROUTER_CONDITION
+from packages.sim.benchmarks.scheduling.router import router_figures
+from packages.sim.benchmarks.scheduling.variants import (
     FULL,
     MEMBERS,
     MIGRATING,
@@ -91,7 +91,7 @@ def _run(variant: str, plan: SchedulingPlan, *, seed: int) -> VariantRun:
     with scratch_folder() as scratch:
         made = config(variant, plan, seed=seed, directory=str(scratch))
         run, measured = trained(
-            made, programs=Programs(engine="benchmarks.scheduling.paced_engine")
+            made, programs=Programs(engine="packages.sim.benchmarks.scheduling.paced_engine")
         )
         return VariantRun(
             rollouts=tuple(read_rollouts(Path(run.journal), made)[plan.learned :]),

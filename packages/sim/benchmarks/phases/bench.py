@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
 from benchmarks.harness import Progress, load_average, scratch_folder
-from benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL, SLOWER
 from benchmarks.runs import trained
-from benchmarks.scheduling.paced_engine import TOKENS
-from benchmarks.scheduling.rollouts import (
+from packages.sim.benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL, SLOWER
+from packages.sim.benchmarks.scheduling.paced_engine import TOKENS
+from packages.sim.benchmarks.scheduling.rollouts import (
     LOGPROB_TOLERANCE,
     Rollout,
     Sample,
@@ -111,7 +111,11 @@ def config(
             "run": {"name": variant, "dir": directory, "seed": seed, "steps": plan.steps},
             "model": model,
             "tasks": [
-                {"env": "benchmarks.phases.reading_tasks:Reading", "tag": "reading", "max_turns": 8}
+                {
+                    "env": "packages.sim.benchmarks.phases.reading_tasks:Reading",
+                    "tag": "reading",
+                    "max_turns": 8,
+                }
                 | {"max_tokens": 2048, "max_turn_tokens": 12, "options": {"words": words}}
             ],
             "rollout": {
@@ -147,7 +151,7 @@ class VariantRun(Struct, frozen=True, kw_only=True):
 def _run(
     variant: str, words: int, plan: PhasesPlan, *, seed: int, servers: Servers | None = None
 ) -> VariantRun:
-    paced = Programs(engine="benchmarks.phases.paced_engine")
+    paced = Programs(engine="packages.sim.benchmarks.phases.paced_engine")
     with scratch_folder() as scratch:
         made = config(variant, words, plan, seed=seed, directory=str(scratch), servers=servers)
         run, measured = trained(made, programs=paced if servers is None else None)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import affinity as module
-from benchmarks.affinity import CELLS, Cell, Plans, bench_affinity, steps_until
+from packages.sim.benchmarks import affinity as module
+from packages.sim.benchmarks.affinity import CELLS, Cell, Plans, bench_affinity, steps_until
 
 STEPS = {"none": 2.0, "declared": 1.0, "wrong": 4.0, "learned": 1.2}
 

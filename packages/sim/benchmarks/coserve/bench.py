@@ -19,10 +19,13 @@ from typing import Any
 
 from benchmarks.cluster.run import lost_trajectories
 from benchmarks.contract import Figure, Result
-from benchmarks.coserve.borrowing_run import BorrowingRun
-from benchmarks.coserve.cores import Cores
-from benchmarks.coserve.figures import delay_ms, largest, quantile, tpot_p99, ttft_p99, yield_ms
-from benchmarks.coserve.load import (
+from benchmarks.harness import Progress, scratch_folder
+from benchmarks.runs import run_secret
+from packages.sim.benchmarks.coserve import figures
+from packages.sim.benchmarks.coserve import plan as plans
+from packages.sim.benchmarks.coserve.borrowing_run import BorrowingRun
+from packages.sim.benchmarks.coserve.cores import Cores
+from packages.sim.benchmarks.coserve.load import (
     ANSWER_S,
     OUTPUT_MEDIAN,
     PROMPT_MEDIAN,
@@ -33,10 +36,8 @@ from benchmarks.coserve.load import (
     generate,
     with_burst,
 )
-from benchmarks.coserve.plan import CONDITIONS, FULL, OF_DUAL, OF_EACH_WAY, QUICK, WAYS, CoservePlan
-from benchmarks.coserve.serving_engine import MODEL, ServingEngine, save_model
-from benchmarks.harness import Progress, scratch_folder
-from benchmarks.runs import run_secret
+from packages.sim.benchmarks.coserve.plan import CoservePlan
+from packages.sim.benchmarks.coserve.serving_engine import MODEL, ServingEngine, save_model
 from rollweave.cli.engine import TAKE_BACK
 from rollweave.schema.errors import RollweaveError
 from rollweave_sim.traffic import Arrival
@@ -67,7 +68,7 @@ BURST_FROM_S = 1.0
 
 def bench_coserve(*, quick: bool, progress: Progress) -> Result:
     """Return the figures of all ways of sharing, and of a burst."""
-    plan, cores = QUICK if quick else FULL, Cores.of_machine()
+    plan, cores = plans.QUICK if quick else plans.FULL, Cores.of_machine()
     with scratch_folder() as scratch, cores.beside(), run_secret():
         return _Bench(scratch, plan, cores, progress).result()
 
@@ -77,7 +78,7 @@ class _Bench:
         self._folder, self._plan, self._cores, self._progress = folder, plan, cores, progress
         self._model = save_model(folder / "serving")
         self._figures: dict[str, Figure] = {}
-        self._conditions: dict[str, Any] = dict(CONDITIONS)
+        self._conditions: dict[str, Any] = dict(plans.CONDITIONS)
         self._engines = 0
 
     def result(self) -> Result:
@@ -96,7 +97,7 @@ class _Bench:
             self._figures["lost_trajectories"] = lost_trajectories(account) + run.unaccounted(
                 account
             )
-        for name in WAYS.keys() - {*self._plan.ways}:
+        for name in plans.WAYS.keys() - {*self._plan.ways}:
             self._leave_out(name, "left out of --quick")
         self._conditions["load"] = (
             f"{self._plan.load_s:g} s a way, {len(self._arrivals)} requests, "
@@ -114,10 +115,10 @@ class _Bench:
             self._rate = max(UTILIZATION / service_s, FEWEST / self._plan.load_s)
             self._arrivals = bursty(self._rate, self._plan.load_s, seed=0)
             served = self._offer(plain, self._arrivals).served
-        self._ttft_s, self._tpot_s = ttft_p99(served), tpot_p99(served)
+        self._ttft_s, self._tpot_s = figures.ttft_p99(served), figures.tpot_p99(served)
         self._figures["ttft_p99_alone_ms"] = 1e3 * self._ttft_s
         self._figures["tpot_p99_alone_ms"] = 1e3 * self._tpot_s
-        late_ms = 1e3 * quantile([one.late_s for one in served], 0.99)
+        late_ms = 1e3 * figures.quantile([one.late_s for one in served], 0.99)
         self._conditions["late_p99_ms"] = f"{late_ms:.1f} ms: P99 of the load generator's delay"
         self._progress(
             f"alone: {len(served)} requests, P99 {1e3 * self._ttft_s:.0f} ms to the first token "
@@ -127,7 +128,7 @@ class _Bench:
     def _measure(self, name: str, run: BorrowingRun) -> None:
         """Offer the load to an engine that the run borrows."""
         kept = zip(
-            ("--ttft-ms", "--tpot-ms"), (self._ttft_s, self._tpot_s), WAYS[name], strict=True
+            ("--ttft-ms", "--tpot-ms"), (self._ttft_s, self._tpot_s), plans.WAYS[name], strict=True
         )
         limits = [
             text
@@ -144,10 +145,10 @@ class _Bench:
 
     def _leave_out(self, name: str, why: str) -> None:
         """Record that a way of sharing was not measured."""
-        figures = [_named(name, figure) for figure in OF_EACH_WAY]
-        figures += OF_DUAL if name == "dual" else ()
-        self._figures |= dict.fromkeys(figures)
-        self._conditions |= dict.fromkeys(figures, f"not measured: {why}")
+        left_out = [_named(name, figure) for figure in plans.OF_EACH_WAY]
+        left_out += plans.OF_DUAL if name == "dual" else ()
+        self._figures |= dict.fromkeys(left_out)
+        self._conditions |= dict.fromkeys(left_out, f"not measured: {why}")
         self._progress(f"{name}: not measured: {why}")
 
     def _until_lent(self, engine: ServingEngine, run: BorrowingRun) -> None:
@@ -177,19 +178,19 @@ class _Bench:
             for counter in ("rollout_tokens", "rollout_busy_s", "aborted", "pages_moved")
         }
         values = (
-            ttft_p99(served) / self._ttft_s,
-            tpot_p99(served) / self._tpot_s,
+            figures.ttft_p99(served) / self._ttft_s,
+            figures.tpot_p99(served) / self._tpot_s,
             sum(map(self._violates, served)) / len(served),
             lending["rollout_tokens"] / seconds,
             lending["rollout_busy_s"] / (seconds - (after["busy_s"] - before["busy_s"])),
             lending["aborted"],
         )
-        figures = dict(zip(OF_EACH_WAY, values, strict=True))
-        self._figures |= {_named(name, figure): value for figure, value in figures.items()}
+        noted = dict(zip(plans.OF_EACH_WAY, values, strict=True))
+        self._figures |= {_named(name, figure): value for figure, value in noted.items()}
         if name == "dual":
             self._figures["pages_moved_per_s"] = lending["pages_moved"] / seconds
             self._figures["activation_s"] = after["lending"]["activation_s"]
-        self._progress(f"{name}: {figures}")
+        self._progress(f"{name}: {noted}")
 
     def _bursts(self, run: BorrowingRun, limits: Sequence[str]) -> None:
         """Offer each burst to an engine twice: while it is lent, and after the loan.
@@ -226,7 +227,7 @@ class _Bench:
             ]
             for of in within
         ]
-        delays = [delay_ms(report, since=BURST_FROM_S, until=end) for report in lent]
+        delays = [figures.delay_ms(report, since=BURST_FROM_S, until=end) for report in lent]
         self._figures |= {
             "burst_missed": statistics.mean(missed),
             "burst_missed_alone": statistics.mean(missed_alone),
@@ -234,7 +235,9 @@ class _Bench:
             "burst_seconds_over_alone": statistics.median(
                 one / other for one, other in zip(*means, strict=True)
             ),
-            "burst_yield_ms": largest([yield_ms(report, since=BURST_FROM_S) for report in lent]),
+            "burst_yield_ms": figures.largest(
+                [figures.yield_ms(report, since=BURST_FROM_S) for report in lent]
+            ),
             "burst_delay_ms": statistics.mean(delays),
         }
         self._progress(f"bursts: {missed} requests beyond a limit lent, {missed_alone} alone")

@@ -5,10 +5,10 @@ each missing one has a reason.
 import pytest
 
 from benchmarks.contract import Result
-from benchmarks.placement.bench import (
+from packages.papers.benchmarks.placement.bench import (
     measured,
 )
-from benchmarks.placement.drawn import DEGREES, DOMAINS
+from packages.papers.benchmarks.placement.drawn import DEGREES, DOMAINS
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Ways of sharing an engine, the extent of bench `coserve`, and its figures."""
 
-from benchmarks.coserve.engine_program import PAGE_BYTES
-from benchmarks.coserve.load import BURST
-from benchmarks.coserve.serving_engine import KV_TOKENS
+from packages.sim.benchmarks.coserve.engine_program import PAGE_BYTES
+from packages.sim.benchmarks.coserve.load import BURST
+from packages.sim.benchmarks.coserve.serving_engine import KV_TOKENS
 from rollweave.schema.base import Struct
 
 WAYS = {

@@ -1,10 +1,10 @@
-"""A paced engine (`benchmarks.scheduling.paced_engine`) of bench `phases`: engine e0
-takes the time of an H800, and all others that of an H20.
+"""A paced engine (`scheduling/paced_engine`) of bench `phases`: engine e0 takes as long
+as an H800, and all other engines take as long as an H20.
 """
 
 import os
 
-from benchmarks.scheduling.paced_engine import StepPace, serve
+from packages.sim.benchmarks.scheduling.paced_engine import StepPace, serve
 from rollweave.engine.batching import StepWork
 from rollweave.schema.serving import EngineSpec
 

@@ -17,7 +17,7 @@ def main() -> None:
         from rollweave.cli import engine
         from rollweave.cli.main import app
 
-        engine.MODULE = "benchmarks.coserve.engine_program"
+        engine.MODULE = "packages.sim.benchmarks.coserve.engine_program"
         engine.LendSpec = partial(engine.LendSpec, page_bytes=PAGE_BYTES)  # type: ignore[assignment,attr-defined]
         app()
         return

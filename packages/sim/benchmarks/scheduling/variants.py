@@ -68,7 +68,7 @@ def config(variant: str, plan: SchedulingPlan, *, seed: int, directory: str) -> 
             },
             "model": {"scratch": {}},
             "tasks": [
-                {"env": "benchmarks.scheduling.long_tasks:LongTask", "tag": "longtail"}
+                {"env": "packages.sim.benchmarks.scheduling.long_tasks:LongTask", "tag": "longtail"}
                 | {"max_turns": 48, "max_tokens": 1536, "max_turn_tokens": 12}
             ],
             "rollout": {

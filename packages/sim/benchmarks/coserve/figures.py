@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from benchmarks.coserve.load import LoadReport, Served
+from packages.sim.benchmarks.coserve.load import LoadReport, Served
 
 QUIET_S = 0.1
 """Seconds without a rollout step after which rollouts are out of the way."""

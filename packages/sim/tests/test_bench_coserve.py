@@ -4,9 +4,16 @@ import math
 
 import pytest
 
-from benchmarks.coserve import figures
-from benchmarks.coserve.bench import BURST_FROM_S
-from benchmarks.coserve.load import BURST, LoadReport, Served, Watched, bursty, with_burst
+from packages.sim.benchmarks.coserve import figures
+from packages.sim.benchmarks.coserve.bench import BURST_FROM_S
+from packages.sim.benchmarks.coserve.load import (
+    BURST,
+    LoadReport,
+    Served,
+    Watched,
+    bursty,
+    with_burst,
+)
 from rollweave_sim.traffic import SECOND_PEAKS
 
 

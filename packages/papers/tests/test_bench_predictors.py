@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import predictors
-from benchmarks.predictors import Sampled, Tuned, _judged, _trajectory
+from packages.papers.benchmarks import predictors
+from packages.papers.benchmarks.predictors import Sampled, Tuned, _judged, _trajectory
 from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult

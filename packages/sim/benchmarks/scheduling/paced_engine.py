@@ -1,5 +1,5 @@
-"""A paced engine: `python -m benchmarks.scheduling.paced_engine`, in the place of
-`runtime/entrypoints/engine`, for benches on few cores.
+"""A paced engine: `python -m packages.sim.benchmarks.scheduling.paced_engine`, in the
+place of `runtime/entrypoints/engine`, for benches on few cores.
 
 It samples real tokens with a real engine, whose steps are padded to the time that a
 large one would take: two engines that share two cores with all other processes then

@@ -5,7 +5,7 @@ on its GPUs.
 import functools
 from collections.abc import Sequence
 
-from benchmarks.placement.whole_lists import simulated_s
+from packages.papers.benchmarks.placement.whole_lists import simulated_s
 from rollweave.core.mechanisms.costs.interference import CostTable, tabulate
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime

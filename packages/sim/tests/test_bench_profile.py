@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import profile
 from benchmarks.engine.models import model_cases, model_of
+from packages.sim.benchmarks import profile
 from rollweave.engine.batching import StepWork
 from rollweave_sim.profile import Profile, ProfileCost, Sample
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.vllm_server import MISSING, VARIABLE
-from benchmarks.phases import bench
+from packages.sim.benchmarks.phases import bench
 
 
 @pytest.mark.parametrize("variant", [bench.SPLIT, bench.COLLOCATED])

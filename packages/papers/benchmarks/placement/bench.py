@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import in_turn
-from benchmarks.placement.drawn import (
+from packages.papers.benchmarks.placement.drawn import (
     DEGREES,
     DOMAINS,
     GPU,
@@ -27,7 +27,7 @@ from benchmarks.placement.drawn import (
     Workload,
     draw_workload,
 )
-from benchmarks.placement.whole_lists import allocate, by_length, place
+from packages.papers.benchmarks.placement.whole_lists import allocate, by_length, place
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import (
     Allocation,

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scheduling import long_tasks
-from benchmarks.scheduling.bench import VariantRun, figures_of, over
-from benchmarks.scheduling.long_tasks import ACTION_WORDS, MOST_TURNS, LongTask
-from benchmarks.scheduling.paced_engine import Pacer, StepPace
-from benchmarks.scheduling.rollouts import (
+from packages.sim.benchmarks.scheduling import long_tasks
+from packages.sim.benchmarks.scheduling.bench import VariantRun, figures_of, over
+from packages.sim.benchmarks.scheduling.long_tasks import ACTION_WORDS, MOST_TURNS, LongTask
+from packages.sim.benchmarks.scheduling.paced_engine import Pacer, StepPace
+from packages.sim.benchmarks.scheduling.rollouts import (
     LOGPROB_TOLERANCE,
     Rollout,
     Sample,
     mismatches,
     read_rollouts,
 )
-from benchmarks.scheduling.router import config as router_config
-from benchmarks.scheduling.router import turn_seconds
-from benchmarks.scheduling.variants import (
+from packages.sim.benchmarks.scheduling.router import config as router_config
+from packages.sim.benchmarks.scheduling.router import turn_seconds
+from packages.sim.benchmarks.scheduling.variants import (
     FULL,
     MIGRATING,
     OURS,

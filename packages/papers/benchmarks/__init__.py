@@ -1,0 +1,1 @@
+"""Benches of what the papers compare: placements and predictors of lengths."""
