@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from packages.sim.tests.borrowing import Watch, config, lenders
+from packages.sim.tests.simulated_lender import Rig, every_turn_ends
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
@@ -33,7 +34,6 @@ from rollweave_sim.lender import Lender
 from rollweave_sim.lending import REPORT_S
 from rollweave_sim.run import SimMetrics, simulate
 from rollweave_sim.world import World
-from tests.support.simulated_lender import Rig, every_turn_ends
 
 HEADER = "TIMESTAMP,Engines\n"
 

@@ -34,6 +34,7 @@ from packages.sim.benchmarks.scheduling.variants import (
     VARIANTS,
     config,
 )
+from packages.sim.tests.scripted_simulation import Scripted
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.batching import StepWork
 from rollweave.envs.base import Split, Step
@@ -45,7 +46,6 @@ from rollweave.schema.base import TrajectoryId
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import StepTime
-from tests.support.scripted_simulation import Scripted
 from tests.support.simulation import one_domain
 
 # The workload.

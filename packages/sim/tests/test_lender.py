@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from packages.sim.tests.simulated_lender import LIMITS, Rig, every_turn_ends, rollouts
 from rollweave.core.policy.admission import STALL_S
 from rollweave_sim.engine import Done
 from rollweave_sim.kv import Request
-from tests.support.simulated_lender import LIMITS, Rig, every_turn_ends, rollouts
 
 
 def test_without_users_rollouts_run_as_on_an_engine_of_the_run() -> None:

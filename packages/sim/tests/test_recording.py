@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.sim.tests.scripted_simulation import KINDS, Scripted
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema import events as e
 from rollweave.schema.errors import ConfigError
@@ -17,7 +18,6 @@ from rollweave_sim.workload import Plan, Recorded, read_run, workload, write_tra
 from tests.support import fake_runs
 from tests.support.commands import invoke
 from tests.support.core import config as core_config
-from tests.support.scripted_simulation import KINDS, Scripted
 from tests.support.simulation import one_domain
 
 
