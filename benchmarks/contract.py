@@ -19,6 +19,7 @@ PROMISES = (
     "version_span_errors",
     "unaccounted",
     "lost_trajectories",
+    "lost_with_loans",
     "trained_twice",
     "mixed_versions",
     "leftovers",

@@ -21,7 +21,7 @@ from rollweave.core.state import State
 from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.base import EngineId
-from rollweave.schema.commands import StartTurn
+from rollweave.schema.commands import StartEngine, StartTurn
 from tests.support.host_agents import SECRET
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -178,6 +178,49 @@ def test_trajectories_of_a_lent_engine_continue_elsewhere(
     assert continued(loan.run, lent)
     if strike is hang:
         os.kill(loan.engine.engine_pid, signal.SIGCONT)
+
+
+def test_a_run_borrows_one_of_two_engines_and_the_other_when_it_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run chooses among the engines that are lent (ROSE §4): as many as it may
+    borrow at once, and never one that was taken back or has died.
+    """
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
+    model, nowhere = save_model(tmp_path / "serving"), Cores(device=None, others=())
+    (tmp_path / "runs").mkdir()
+    with contextlib.ExitStack() as stack:
+        borrowing = BorrowingRun(tmp_path / "runs", loans=1, rollout=ROLLOUT)
+        run = stack.enter_context(borrowing)
+        limits = ("--lend", run.address, "--ttft-ms", "60000", "--tpot-ms", "60000")
+        engines = [
+            stack.enter_context(ServingEngine(model, tmp_path / name, nowhere, *limits))
+            for name in ("a.log", "b.log")
+        ]
+        loans = [Loan(run, engine) for engine in engines]
+        loans[0].until(lambda: any(loan.lending() for loan in loans), "a loan")
+        first, second = loans if loans[0].lending() else loans[::-1]
+        first.until_in_turn()
+        assert not second.lending()
+        users = Users(first.engine)
+        users.start()
+        take_back(first.engine)
+        second.until(second.lending, "a loan of the other engine")
+        second.until_in_turn()
+        assert not first.lending()
+        users.end()
+        kill(second.engine)
+        second.train_on()
+        summary = run.ended()
+    assert lost_trajectories(summary["account"]) == 0
+    assert run.unaccounted(summary["account"]) == 0
+    borrowed = [
+        command.lender
+        for _, _, commands in Replay(run.run.journal, run.config, rules=rules_of(run.config))
+        for command in commands
+        if isinstance(command, StartEngine) and command.lender
+    ]
+    assert len(borrowed) == len(set(borrowed)) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollweave.cli.fleet import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
+from rollweave.engine.coserving.offer import Offer
 from rollweave.io import hub
 from rollweave.io.child import child_of
 from rollweave.io.http.guard import Guard, kept_token
@@ -36,7 +38,7 @@ from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.hosts import devices as gpus
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
-from rollweave.schema.errors import ConfigError, EngineLostError, HostError
+from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, HostError
 from rollweave.schema.hosts import JOIN_S
 from rollweave.schema.serving import EngineSpec, LendSpec
 from rollweave.weights.checkpoint import read_shape
@@ -60,6 +62,17 @@ SHUTDOWN_S = 1.0
 
 TAKE_BACK = signal.SIGUSR1
 """Signal by which an operator takes a lent engine back."""
+
+RETURN_S = 2.0
+"""Maximum seconds for a run to return an engine that is taken back. The engine then
+leaves the run in any case.
+"""
+
+OBSERVE_S = 1.0
+"""Seconds between two looks at the load of an engine that is lent."""
+
+REPORT_S = 10.0
+"""Maximum seconds between two reports of the load to the run."""
 
 RESOURCE = "serving"
 TTFT_MS, TPOT_MS = 500.0, 150.0
@@ -299,7 +312,7 @@ async def _serve(
                     soft_wrap=True,
                 )
                 out.print(escape(notice), soft_wrap=True)
-                async with _lent(agent):
+                async with _lent(agent, backend):
                     await _first(backend.lost, ending)
             if backend.lost.done():
                 raise EngineLostError(backend.lost.result())
@@ -308,10 +321,11 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
+async def _lent(agent: HostAgent | None, backend: EngineClient) -> AsyncIterator[None]:
     """Lend to the run of the agent's controller. The run's end, or a refusal, is
     reported and has no other consequence. `TAKE_BACK` ends the loan immediately.
     """
+    offer, recalled = Offer(), asyncio.Event()
 
     async def lend(agent: HostAgent) -> None:
         try:
@@ -325,19 +339,55 @@ async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
         yield
         return
     task = asyncio.create_task(lend(agent), name="lend")
+    watching = asyncio.create_task(_report_load(agent, backend, offer), name="report the load")
 
-    def take_back() -> None:
+    async def end_loan(agent: HostAgent) -> None:
+        """Have the run return the engine, which takes a moment, and leave the run."""
+        await recalled.wait()
+        offer.recall()
+        if agent.report(offer.state()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETURN_S):
+                    await _returned(backend)
         if task.cancel():
             err.print("the engine is taken back, and still serves", soft_wrap=True)
 
+    ending = asyncio.create_task(end_loan(agent), name="take the engine back")
+
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(TAKE_BACK, take_back)
+    loop.add_signal_handler(TAKE_BACK, recalled.set)
     try:
         yield
     finally:
         loop.remove_signal_handler(TAKE_BACK)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for each in (task, watching, ending):
+            each.cancel()
+        await asyncio.gather(task, watching, ending, return_exceptions=True)
+
+
+async def _returned(backend: EngineClient) -> None:
+    """Return once no run computes in the engine."""
+    while True:
+        lending = (await backend.stats()).lending
+        if lending is None or not lending.lent:
+            return
+        await asyncio.sleep(OBSERVE_S / 10)
+
+
+async def _report_load(agent: HostAgent, backend: EngineClient, offer: Offer) -> None:
+    """Tell the run how much of the engine serving uses, until the engine is lost."""
+    reported, reported_at = None, -math.inf
+    while not backend.lost.done():
+        now = time.monotonic()
+        try:
+            offer.observe(now, await backend.stats())
+        except EngineError:
+            return  # the engine is lost, which is reported elsewhere
+        changes = (offer.state().takes, offer.state().recalled)
+        if changes != reported or now - reported_at > REPORT_S:
+            reported, reported_at = changes, now
+            agent.report(offer.state())
+        await asyncio.sleep(OBSERVE_S)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

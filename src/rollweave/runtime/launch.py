@@ -121,6 +121,7 @@ class _Start:
                 user=user_files.of_run(self.config, self.declared.images),
                 hosted=programs_of(self.config),
                 programs=self.programs,
+                loans=self.config.run.name if self.config.loans is not None else "",
                 on_status=self.progress.phase,
             )
             try:

@@ -364,11 +364,13 @@ class Lender(Struct, frozen=True, kw_only=True):
     `kv_use` is the mean share of its KV memory that serving has used over the last hour
     or so, and `lent_to` the name of the run to which it is lent. It `takes` turns
     unless serving needs all of it now; if it is `recalled`, it must be given back
-    immediately.
+    immediately. `host` is the number of the host that lends it; -1 in simulations,
+    where lenders are no hosts.
     """
 
     name: str
     kv_use: float
+    host: int = -1
     lent_to: str = ""
     takes: bool = True
     recalled: bool = False

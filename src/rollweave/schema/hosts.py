@@ -83,7 +83,8 @@ class HostSlot(Struct, frozen=True, kw_only=True):
     `devices` are the indices of its GPUs, `pools` the pools that it belongs to. `slots`
     is the number of processes on its CPUs that it offers to a pool, for pools with a
     limited amount. Hosts of the same `machine` share its memory: several addresses of
-    one machine may stand for hosts.
+    one machine may stand for hosts. A host that `lends` has an engine that the run may
+    borrow, and no process of the run beside this engine and a relay.
     """
 
     number: int
@@ -93,6 +94,7 @@ class HostSlot(Struct, frozen=True, kw_only=True):
     devices: tuple[int, ...] = ()
     pools: tuple[str, ...] = ()
     slots: dict[str, int] = msgspec.field(default_factory=dict)
+    lends: bool = False
 
 
 class RankSlot(Struct, frozen=True, kw_only=True):
@@ -233,6 +235,20 @@ class ProcessEnded(TaggedStruct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class LenderState(TaggedStruct, frozen=True, kw_only=True):
+    """The state of the engine that a host lends: sent every few seconds, and at once
+    when the engine must be given back, if the run chooses what it borrows.
+
+    `kv_use` is the mean share (0 to 1) of the engine's KV memory that serving has used
+    over the last hour. The engine `takes` turns unless serving needs all of its memory;
+    if it is `recalled`, the run must give it back immediately.
+    """
+
+    kv_use: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    takes: bool = True
+    recalled: bool = False
+
+
 class HostAlive(TaggedStruct, frozen=True, kw_only=True):
     """Sent every `ALIVE_S` seconds by both sides, so that silence is noticed."""
 
@@ -246,7 +262,14 @@ class HostReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 AgentMessage = (
-    JoinHost | HostReady | AttachProcess | ProcessStarted | ProcessLogged | ProcessEnded | HostAlive
+    JoinHost
+    | HostReady
+    | AttachProcess
+    | ProcessStarted
+    | ProcessLogged
+    | ProcessEnded
+    | LenderState
+    | HostAlive
 )
 
 
@@ -267,7 +290,8 @@ class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
     that `JoinHost` names. The user's files follow in messages `ArchivePart`, as an
     archive of `archive_bytes` with the SHA-256 digest `digest`, but only to a host with
     `user_code`; the directory with them is the processes' working directory, where
-    `modules` must be importable. Answered by `HostReady`.
+    `modules` must be importable. With `loans` the run chooses the engines that it
+    borrows, by what `LenderState` says. Answered by `HostReady`.
     """
 
     lease_s: float
@@ -277,6 +301,7 @@ class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
     archive_bytes: int = 0
     digest: bytes = b""
     modules: tuple[UserModule, ...] = ()
+    loans: bool = False
 
 
 class ArchivePart(TaggedStruct, frozen=True, kw_only=True):

@@ -10,15 +10,17 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.engines import ClusterConfig
-from rollweave.schema.hosts import HostAccepted, Resources
+from rollweave.schema.events import Event, Lender, LendersReported
+from rollweave.schema.hosts import HostAccepted, LenderState, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
 from tests.runtime.hosts.started import Started, on, until
 from tests.support.processes import alive
@@ -337,3 +339,48 @@ async def test_hosts_that_hang_keep_no_others_out(
         async with agent(here.address, name="c"):
             assert (await joined(here)).name == "c"
         assert here.listener.entering == ("b",)
+
+
+async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not count among the hosts that the run waits for."""
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET.decode())
+    shown: asyncio.Queue[str] = asyncio.Queue()
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    cluster = ClusterConfig(address="127.0.0.1:0", hosts=1)
+    async with asyncio.timeout(WAIT_S), Tasks() as tasks:
+        hosts = GatheredHosts(
+            cluster, {}, RunDir(tmp_path), tasks, loans="mine", on_status=shown.put_nowait
+        )
+        gathering = asyncio.create_task(hosts.gather())
+        port = int((await shown.get()).split("--join ")[1].split()[0].rpartition(":")[2])
+        lender = HostAgent(
+            name="lends",
+            controller=("127.0.0.1", port),
+            secret=SECRET,
+            resources=Resources(cpus=1, memory_bytes=1),
+            join_s=WAIT_S,
+            permissions=Permissions(lent="/nowhere"),
+            on_change=lambda _: None,
+        )
+        assert not lender.report(LenderState(kv_use=0.25)), "it has not joined"
+        lending = asyncio.create_task(lender.run())
+        while "lends" not in await shown.get():
+            pass
+        assert not gathering.done()
+        async with agent(f"127.0.0.1:{port}", name="own"):
+            await gathering
+            assert {slot.name: slot.lends for slot in hosts.slots} == {"lends": True, "own": False}
+            assert [*hosts.present()] == ["own"]
+            hosts.report_to(events.put_nowait)
+            (host,) = [slot for slot in hosts.slots if slot.lends]
+            offered = Lender(name="lends", host=host.number, kv_use=0.25)
+            assert await events.get() == LendersReported(lenders=(offered,))
+            assert lender.report(LenderState(kv_use=0.5, recalled=True))
+            recalled = msgspec.structs.replace(offered, kv_use=0.5, recalled=True)
+            assert await events.get() == LendersReported(lenders=(recalled,))
+        lending.cancel()
+        await asyncio.wait([lending])
+        await hosts.close()
+        tasks.cancel_all()

@@ -24,6 +24,7 @@ from benchmarks.runs import run_secret
 from packages.sim.benchmarks.coserve import figures
 from packages.sim.benchmarks.coserve import plan as plans
 from packages.sim.benchmarks.coserve.borrowing_run import BorrowingRun
+from packages.sim.benchmarks.coserve.coming_and_going import loans_that_come_and_go
 from packages.sim.benchmarks.coserve.cores import Cores
 from packages.sim.benchmarks.coserve.load import (
     ANSWER_S,
@@ -94,9 +95,12 @@ class _Bench:
                         raise
                     self._leave_out(name, str(error))
             account = run.ended()["account"]
-            self._figures["lost_trajectories"] = lost_trajectories(account) + run.unaccounted(
-                account
-            )
+            lost = lost_trajectories(account) + run.unaccounted(account)
+            self._figures["lost_trajectories"] = lost
+        loans, returns = self._folder / "loans", self._plan.returns
+        self._figures |= loans_that_come_and_go(
+            loans, self._model, self._cores, self._progress, returns=returns
+        )
         for name in plans.WAYS.keys() - {*self._plan.ways}:
             self._leave_out(name, "left out of --quick")
         self._conditions["load"] = (
@@ -145,7 +149,7 @@ class _Bench:
 
     def _leave_out(self, name: str, why: str) -> None:
         """Record that a way of sharing was not measured."""
-        left_out = [_named(name, figure) for figure in plans.OF_EACH_WAY]
+        left_out = [plans.named(name, figure) for figure in plans.OF_EACH_WAY]
         left_out += plans.OF_DUAL if name == "dual" else ()
         self._figures |= dict.fromkeys(left_out)
         self._conditions |= dict.fromkeys(left_out, f"not measured: {why}")
@@ -186,7 +190,7 @@ class _Bench:
             lending["aborted"],
         )
         noted = dict(zip(plans.OF_EACH_WAY, values, strict=True))
-        self._figures |= {_named(name, figure): value for figure, value in noted.items()}
+        self._figures |= {plans.named(name, figure): value for figure, value in noted.items()}
         if name == "dual":
             self._figures["pages_moved_per_s"] = lending["pages_moved"] / seconds
             self._figures["activation_s"] = after["lending"]["activation_s"]
@@ -280,14 +284,6 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise RollweaveError(f"{what}, but has not within {LENT_S:g} s")
         time.sleep(POLL_S)
-
-
-def _named(way: str, figure: str) -> str:
-    if way == "dual":
-        return figure
-    if way == "without_admission" and figure == "slo_violations":
-        return "slo_violations_without_admission"
-    return f"{way}_{figure}"
 
 
 def _seconds_of_one(engine: ServingEngine, seed: int) -> float:

@@ -26,11 +26,13 @@ ENDLESS_STEPS = 1_000_000
 GROUPS, MEMBERS, TURN_TOKENS = 4, 8, 48
 
 
-def configuration(directory: Path, port: int, **sections: Any) -> RunConfig:
+def configuration(directory: Path, port: int, *, loans: int = 0, **sections: Any) -> RunConfig:
     """Return the configuration of a run that waits for its own host and for the one
-    that lends at this port. `sections` come in addition.
+    that lends at this port; or, with `loans`, only for its own host, and borrows up to
+    this number of the engines that are lent. `sections` come in addition.
     """
     engine = {"max_slots": 32, "kv_tokens": 16384}
+    own = {**engine, "pool": "own", "max_slots": 4}
     return RunConfig.model_validate(
         {
             "run": {
@@ -41,8 +43,9 @@ def configuration(directory: Path, port: int, **sections: Any) -> RunConfig:
                 "sinks": [],
             },
             "model": {"scratch": {"hidden": 64, "layers": 2}, "device": "cpu"},
-            "cluster": {"address": f"127.0.0.1:{port}", "hosts": 2},
+            "cluster": {"address": f"127.0.0.1:{port}", "hosts": 1 if loans else 2},
             "pools": {"own": {"resource": "own"}, "serving": {"resource": "serving"}},
+            "loans": {"engines": loans} if loans else None,
             "tasks": [
                 {
                     "env": "frozenlake",
@@ -58,10 +61,7 @@ def configuration(directory: Path, port: int, **sections: Any) -> RunConfig:
                 "max_running": 3 * GROUPS * MEMBERS,
             },
             "trainer": {"pool": "own"},
-            "engines": [
-                {**engine, "pool": "own", "max_slots": 4},
-                {**engine, "pool": "serving"},
-            ],
+            "engines": [own, *([] if loans else [{**engine, "pool": "serving"}])],
             "eval": {"final_episodes": 0},
             **sections,
         }

@@ -1,5 +1,6 @@
 """Ways of sharing an engine, the extent of bench `coserve`, and its figures."""
 
+from packages.sim.benchmarks.coserve import coming_and_going
 from packages.sim.benchmarks.coserve.engine_program import PAGE_BYTES
 from packages.sim.benchmarks.coserve.load import BURST
 from packages.sim.benchmarks.coserve.serving_engine import KV_TOKENS
@@ -35,25 +36,35 @@ OF_DUAL = (
 )
 
 
+def named(way: str, figure: str) -> str:
+    """Return the name of a figure of a way of sharing."""
+    if way == "dual":
+        return figure
+    if way == "without_admission" and figure == "slo_violations":
+        return "slo_violations_without_admission"
+    return f"{way}_{figure}"
+
+
 class CoservePlan(Struct, frozen=True, kw_only=True):
     """Length of the bench: seconds of each load, the number of engines that have a
     burst while they are lent and one after the loan, the seconds of a burst and those
-    after it, and the ways.
+    after it, how often a lent engine is taken back, and the ways.
     """
 
     load_s: float
     bursts: int
     burst_s: float
     after_s: float
+    returns: int
     ways: tuple[str, ...]
 
 
-FULL = CoservePlan(load_s=120.0, bursts=6, burst_s=3.0, after_s=6.0, ways=tuple(WAYS))
+FULL = CoservePlan(load_s=120.0, bursts=6, burst_s=3.0, after_s=6.0, returns=5, ways=tuple(WAYS))
 QUICK = CoservePlan(
-    load_s=4.0, bursts=1, burst_s=0.5, after_s=2.0, ways=("dual", "without_admission")
+    load_s=4.0, bursts=1, burst_s=0.5, after_s=2.0, returns=1, ways=("dual", "without_admission")
 )
 
-CONDITIONS = {
+CONDITIONS = coming_and_going.CONDITIONS | {
     "ttft_p99_over_alone": "P99 of the time to the first token, seen by the load generator, by "
     "that of the engine alone under the same load; so tpot: mean time per further token",
     "slo_violations": "share of requests beyond a limit or unanswered; the limits are 1.2 times "

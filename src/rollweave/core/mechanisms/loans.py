@@ -5,6 +5,9 @@ A borrowed engine is an engine like any other. It joins in the middle of a step,
 weights while the run's own engines continue, takes turns only with weights that are at
 least as new as theirs (`core/fleet`), and leaves immediately when its lender asks for
 it: its turns continue elsewhere. It is never restarted: another lender takes its place.
+When the run has had no trajectory for `IDLE_S`, because it trains, all borrowed engines
+are given back, so that the lenders have their memory; they are borrowed again as soon
+as a trajectory starts.
 
 Invariants: a lender has at most one engine of the run, and the run has no more borrowed
 engines than `loans.engines`.
@@ -18,7 +21,7 @@ import msgspec
 from rollweave.core import dispatching, turns
 from rollweave.core.mechanisms import membership
 from rollweave.core.mechanisms.membership import members
-from rollweave.core.run import Mechanism, Run
+from rollweave.core.run import EngineMove, Mechanism, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
@@ -28,6 +31,9 @@ LEASE_S = 30.0
 """Seconds after which an engine is given back if its lender no longer reports it as
 lent to the run.
 """
+
+IDLE_S = 30.0
+"""Seconds without a trajectory after which all borrowed engines are given back."""
 
 
 def to_borrow(lenders: Iterable[Lender], *, held: Iterable[str], most: int) -> list[str]:
@@ -65,6 +71,10 @@ class Loans(msgspec.Struct):
     """The part of the state."""
 
     engines: dict[EngineId, float] = {}  # when its lender was last reported as lent to the run
+    lenders: tuple[Lender, ...] = ()  # as they were last reported
+    reported_at: float = 0.0
+    idle_since: float | None = None  # since when the run has had no trajectory
+    resting: bool = False  # it has had none for `IDLE_S`, and borrows nothing
 
 
 def used(config: RunConfig) -> bool:
@@ -96,11 +106,30 @@ def on_reported(run: Run, event: LendersReported) -> None:
             engine.barred[BUSY] = math.inf
             run.fleet_changed()
             dispatching.requeue_from(run, engine)
+    part = run.part(Loans)
+    part.lenders, part.reported_at = event.lenders, run.now
+    if not part.resting:
+        _borrow(run)
+
+
+def removed(run: Run, engine: Engine) -> None:
+    """Borrow another engine in the place of one that has gone."""
+    if engine.lender and run.state.phase is Phase.RUNNING and not run.part(Loans).resting:
+        _borrow(run)
+
+
+def _borrow(run: Run) -> None:
+    """Borrow the engines that may join, by the last report, if it is recent."""
+    if run.now - run.part(Loans).reported_at > LEASE_S:
+        return
+    lenders = {lender.name: lender for lender in run.part(Loans).lenders}
     held = [engine.lender for engine in _borrowed(run)]
-    for lender_name in to_borrow(event.lenders, held=held, most=_most(run)):
+    up = [lender for lender in lenders.values() if lender.host in {-1, *run.state.hosts.up}]
+    for lender_name in to_borrow(up, held=held, most=_most(run)):
         slot = EngineSlot(
             id=members.next_id(run.state),
             degree=run.config.engines[0].degree,
+            host=max(0, lenders[lender_name].host),
             lender=lender_name,
         )
         if membership.start(run, slot):
@@ -108,7 +137,21 @@ def on_reported(run: Run, event: LendersReported) -> None:
 
 
 def check_leases(run: Run) -> None:
-    """Give back the engines whose lenders have not been heard of for too long."""
+    """Give back the engines whose lenders have not been heard of for too long, and all
+    of them while the run has no trajectories. Borrow again when it has.
+    """
+    part, pools = run.part(Loans), run.state.pools
+    if pools.init or pools.run:
+        part.idle_since = None
+        if part.resting and run.state.phase is Phase.RUNNING:
+            part.resting = False
+            _borrow(run)
+    elif part.idle_since is None:
+        part.idle_since = run.now
+    elif run.now - part.idle_since > IDLE_S and not part.resting:
+        part.resting = True
+        for engine in _borrowed(run):
+            give_back(run, engine, f"no trajectory has needed it for {IDLE_S:g} s")
     for engine in _borrowed(run):
         if run.now - run.part(Loans).engines.get(engine.id, 0.0) > LEASE_S:
             give_back(run, engine, f"its lender was not heard of for {LEASE_S:g} s")
@@ -158,5 +201,6 @@ MECHANISM = Mechanism(
     state=Loans,
     handlers={LendersReported: on_reported},
     steps={"rests": check_leases},
+    follows={EngineMove.REMOVED: removed},
     check=check,
 )

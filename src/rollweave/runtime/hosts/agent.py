@@ -49,6 +49,7 @@ from rollweave.schema.hosts import (
     HostRefused,
     JoinHost,
     KillProcess,
+    LenderState,
     ProcessEnded,
     ProcessLogged,
     ProcessStarted,
@@ -158,6 +159,8 @@ class HostAgent:
         self.resources, self._join_s, self._address = resources, join_s, address
         self.permissions = permissions or Permissions()
         self._on_change = on_change
+        self._lender = LenderState(kv_use=0.0)
+        self._membership: _Membership | None = None
 
     @property
     def where(self) -> str:
@@ -173,11 +176,25 @@ class HostAgent:
         while True:
             sock, seal = await self._connect()
             with temporary_folder(FOLDER_PREFIX) as folder, contextlib.chdir("."):
-                over, reason = await _Membership(self, sock, seal, folder).run()
+                self._membership = _Membership(self, sock, seal, folder)
+                over, reason = await self._membership.run()
+                self._membership = None
             if over:
                 self._on_change(f"host {self.name}: the run is over")
                 return
             self._on_change(f"host {self.name}: left the run at {self.where}: {reason}")
+
+    @property
+    def lender(self) -> LenderState:
+        """The last reported state of the engine that this host lends."""
+        return self._lender
+
+    def report(self, lender: LenderState) -> bool:
+        """Report the state of the engine that this host lends to the run, now and when
+        the host joins again. Return False if the run does not ask for it.
+        """
+        self._lender = lender
+        return self._membership is not None and self._membership.report_lender()
 
     async def connect(self) -> tuple[socket.socket, Seal]:
         """Open a connection to the controller, complete the handshake, and return both
@@ -382,6 +399,18 @@ class _Membership:
         if error and not self._refused:
             self._refused = error
         self._control.send(encode(HostReady(error=error)))
+        if not error:
+            self.report_lender()
+
+    def report_lender(self) -> bool:
+        """Send the state of the engine that is lent; False if the run does not ask for
+        it.
+        """
+        accepted, agent = self._accepted, self._agent
+        if accepted is None or not (accepted.loans and agent.permissions.lent):
+            return False
+        self._control.send(encode(agent.lender))
+        return True
 
     def _env(self, start: StartProcess) -> Mapping[str, str]:
         """Return the variables of a process, in addition to the agent's own."""

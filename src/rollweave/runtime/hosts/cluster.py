@@ -10,6 +10,7 @@ allows, and the controller compares its configuration with that when the host jo
 """
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -34,7 +35,7 @@ from rollweave.runtime.tasks import Tasks, name_long_waits
 from rollweave.schema.config.engines import ClusterConfig, EngineConfig, PoolConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import Event, HostJoined, HostLost
+from rollweave.schema.events import Event, HostJoined, HostLost, Lender, LendersReported
 from rollweave.schema.hosts import (
     JOIN_S,
     HostAccepted,
@@ -57,6 +58,11 @@ SECRET_FILE_BYTES = 1 << 16
 SECRET_BYTES = 32
 """Number of random bytes in a generated secret."""
 
+REPORT_S = 10.0
+"""Seconds between two reports of the engines that hosts lend, if nothing changes."""
+
+CHANGE_S = 0.2
+"""Minimum seconds between two reports of these engines."""
 
 USER_CODE, VARIABLE = "--user-code", "--env"
 """Options of `rollweave host`."""
@@ -189,13 +195,17 @@ class GatheredHosts:
         user: UserFiles | None = None,
         hosted: Iterable[Hosted] = (),
         programs: Programs | None = None,
+        loans: str = "",
         on_status: Callable[[str], None],
     ) -> None:
         """Without a cluster, this machine stands for `relays` hosts. Each host of a
         cluster that runs the user's code gets the files of `user`. `hosted` are the
         programs that the hosts must run, and `programs` the modules of those on this
-        machine.
+        machine. `loans` is the name of a run that chooses which engines it borrows:
+        it is told of the hosts that lend, which run nothing else of it.
         """
+        self._loans = loans if cluster is not None else ""
+        self._lenders_changed = asyncio.Event()
         self._cluster, self._pools, self._run = cluster, pools, run
         self._user, self._hosted = user or UserFiles(), tuple(hosted)
         self._programs = programs or Programs()
@@ -275,7 +285,9 @@ class GatheredHosts:
         """Wait until `wanted` hosts have joined. Raises `ConfigError` if one that a
         launcher has started cannot join.
         """
-        while len(self._members) < wanted:
+        while (
+            sum(not self._only_lends(member.remote) for member in self._members.values()) < wanted
+        ):
             if self._refusal and self._launcher is not None:
                 raise ConfigError(self._refusal)
             self._changed.clear()
@@ -312,10 +324,47 @@ class GatheredHosts:
         for member in self._members.values():
             if self.slots and member.number not in known:
                 post(HostJoined(host=self._slot(member)))
+        if self._loans:
+            self._tasks.spawn(self._report_lenders(post), "report the engines that hosts lend")
+
+    async def _report_lenders(self, post: Callable[[Event], None]) -> None:
+        """Report the engines that hosts lend from time to time, and when one of them
+        changes.
+        """
+        while True:
+            self._lenders_changed.clear()
+            lenders = [
+                Lender(
+                    name=name,
+                    host=member.number,
+                    kv_use=member.remote.lender.kv_use,
+                    lent_to=self._loans if member.remote.has_engine else "",
+                    takes=member.remote.lender.takes,
+                    recalled=member.remote.lender.recalled,
+                )
+                for name, member in self._members.items()
+                if self._only_lends(member.remote)
+            ]
+            if lenders:
+                post(LendersReported(lenders=tuple(lenders)))
+            await asyncio.sleep(CHANGE_S)  # a host that changes its mind all the time
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S - CHANGE_S):
+                    await self._lenders_changed.wait()
+
+    def _only_lends(self, remote: RemoteHost) -> bool:
+        """True if the run has nothing on this host but an engine that it borrows."""
+        return bool(self._loans) and remote.lends
 
     def present(self) -> dict[str, Resources]:
-        """Return the resources of each host that has joined, by its name."""
-        return {name: member.remote.resources for name, member in self._members.items()}
+        """Return the resources of each host that has joined and runs processes of its
+        own, by its name.
+        """
+        return {
+            name: member.remote.resources
+            for name, member in self._members.items()
+            if not self._only_lends(member.remote)
+        }
 
     async def close(self) -> None:
         """Release all hosts."""
@@ -325,7 +374,16 @@ class GatheredHosts:
             await self._launcher.close()
 
     def _slot(self, member: _Member) -> HostSlot:
-        return slot_of(self._pools, member.number, member.remote.name, member.remote.resources)
+        remote = member.remote
+        if self._only_lends(remote):
+            return HostSlot(
+                number=member.number,
+                name=remote.name,
+                machine=remote.name,
+                cpus=remote.resources.cpus,
+                lends=True,
+            )
+        return slot_of(self._pools, member.number, remote.name, remote.resources)
 
     def _listen(self, cluster: ClusterConfig, host: str, secret: bytes) -> HostListener:
         run, mark = self._run, secrets.token_hex(SECRET_BYTES)
@@ -341,6 +399,7 @@ class GatheredHosts:
                 archive_bytes=len(archive),
                 digest=hashlib.sha256(archive).digest(),
                 modules=self._user.modules,
+                loans=bool(self._loans),
             ),
             archive=archive,
             tasks=self._tasks,
@@ -362,6 +421,8 @@ class GatheredHosts:
 
     def _refused(self, names: Iterable[str], joined: JoinHost) -> str:
         """Return why the run does not take a host whose operator allows too little."""
+        if self._loans and joined.lends:
+            return ""
         return refusal(joined, pools_of(self._pools, joined.resources), self._hosted, names)
 
     def _secret(self) -> bytes:
@@ -380,6 +441,8 @@ class GatheredHosts:
         self.hosts.by_number[member.number] = Host(
             name=remote.name, address=remote.address, starting=remote.starting
         )
+        remote.on_lender = self._lenders_changed.set
+        self._lenders_changed.set()
         self._changed.set()
         if self._post is not None:
             self._post(HostJoined(host=self._slot(member)))

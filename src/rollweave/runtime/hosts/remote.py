@@ -33,6 +33,7 @@ from rollweave.schema.hosts import (
     HostReady,
     JoinHost,
     KillProcess,
+    LenderState,
     ProcessEnded,
     ProcessLogged,
     ProcessStarted,
@@ -253,6 +254,12 @@ class RemoteHost:
         self, joined: JoinHost, sock: socket.socket, seal: Seal, *, silent_s: float
     ) -> None:
         self.name, self.address, self.resources = joined.name, joined.address, joined.resources
+        self.lends, self.lender = joined.lends, LenderState(kv_use=0.0)
+        """True if the host lends an engine, and the last report about this engine."""
+        self.on_lender: Callable[[], None] = lambda: None
+        """Called when the engine takes turns again or no longer, and when it is
+        recalled.
+        """
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
         self.on_lost: Callable[[str], None] = lambda _: None
@@ -274,7 +281,14 @@ class RemoteHost:
         """Set by the next message, and when the connection ends."""
         self._timer = self._loop.call_later(ALIVE_S, self._tick)
         self._processes: dict[int, RemoteProcess] = {}
+        self._engines: set[int] = set()
+        """Numbers of all processes that are engines, also of those that have ended."""
         self._numbers = itertools.count()
+
+    @property
+    def has_engine(self) -> bool:
+        """True while an engine of the run is on this host."""
+        return not self._engines.isdisjoint(self._processes)
 
     def starting(self, program: Program, share: Share) -> Spawn:
         """Return what starts processes of a program on this host. Each call of it
@@ -296,6 +310,8 @@ class RemoteHost:
             raise OSError(f"host {self.name} is lost")
         log.parent.mkdir(parents=True, exist_ok=True)
         process = RemoteProcess(name, next(self._numbers), self, log, on_frame, on_gone)
+        if program is Program.ENGINE:
+            self._engines.add(process.number)
         self._processes[process.number] = process
         start = StartProcess(process=process.number, key=process.key, program=program, share=share)
         self._control.send(encode(start))
@@ -351,6 +367,10 @@ class RemoteHost:
                     process.on_ended(ended)
             case HostReady() as ready if not self.ready.done():
                 self.ready.set_result(_reason(ready.error))
+            case LenderState() as state if self.lends:
+                former, self.lender = self.lender, state
+                if (former.takes, former.recalled) != (state.takes, state.recalled):
+                    self.on_lender()
             case HostAlive():
                 pass
             case other:

@@ -341,6 +341,9 @@ def _tokens(config: RunConfig, site: Site) -> Iterator[Check]:
 def _cluster(config: RunConfig, site: Site, images: Sequence[str]) -> Iterator[Check]:
     cluster, described = config.cluster, site.described
     if cluster is None:
+        if config.loans is not None:
+            rule = "be given in a live run with [loans], whose engines are lent by hosts"
+            yield refused(FieldError("cluster", rule, "none"))
         return
     if described is None:
         check_launcher(cluster)

@@ -231,7 +231,7 @@ CONFLICTS = (
             why="whose hosts have one each",
         ),
     ),
-    Conflict("loans", _without("sim", why="since live runs borrow no engines yet")),
+    Conflict("loans", _without("cluster", "sim", why="whose hosts lend engines")),
     Conflict("loans", _beside("allocation", why="which decides the degrees of all engines")),
     Conflict(
         "trainer.colocated",

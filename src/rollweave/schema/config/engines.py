@@ -108,14 +108,14 @@ class EngineConfig(Section):
 
 
 class LoansConfig(Section):
-    """Serving engines that the run borrows while they lend their slack (ROSE §4), so
-    far in simulations (`rollweave simulate --serving`).
+    """Serving engines that the run borrows while they lend their slack (ROSE §4):
+    `rollweave engine --lend`, or `rollweave simulate --serving`.
     """
 
     engines: PositiveInt = Field(
         description="Maximum number of serving engines that the run borrows at once, those with "
-        "the lowest use of KV. A borrowed engine computes prompts and samples, and has the other "
-        "settings of the first of [[engines]].",
+        "the lowest use of KV over the last hour. A borrowed engine computes prompts and samples, "
+        "and has the other settings of the first of [[engines]].",
     )
 
 
@@ -168,8 +168,9 @@ class ClusterConfig(Section):
     hosts: PositiveInt | None = Field(
         None,
         description="Number of hosts that must have joined before the run begins; others may join "
-        "later. With launcher ray, also the maximum number of nodes that the run takes; unset: "
-        "all nodes, and the run begins with the nodes that Ray has at its start.",
+        "later. With [loans], hosts that lend engines do not count. With launcher ray, also the "
+        "maximum number of nodes that the run takes; unset: all nodes, and the run begins with the "
+        "nodes that Ray has at its start.",
     )
     env: tuple[Variable, ...] = Field(
         (),

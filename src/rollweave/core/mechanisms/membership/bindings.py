@@ -6,6 +6,9 @@ that number of hosts, each with a relay. In a colocated run, engines and ranks a
 independently of each other, and so to the same devices, at the beginning and after the
 loss of a host. Each GPU then has at most one rank, and never more engines than the
 memory estimate counted on it (`engine_limits`).
+
+Nothing is bound to a host that lends an engine, except this engine while the run
+borrows it.
 """
 
 from collections import Counter
@@ -48,7 +51,7 @@ def bind_all(
 
     Ranks are placed only if the `trainer` runs on these hosts.
     """
-    slots = list(engines)
+    slots, hosts = list(engines), own(hosts)
     ranks_ = [_rank(config, rank, hosts) for rank in range(config.trainer.ranks if trainer else 0)]
     engines_ = [_engine(config, slot, hosts) for slot in slots]
     together = [ranks_, engines_] if config.trainer.colocated else [[*ranks_, *engines_]]
@@ -66,12 +69,17 @@ def bind_all(
     )
 
 
+def own(hosts: Iterable[HostSlot]) -> list[HostSlot]:
+    """Return the hosts that do not lend an engine."""
+    return [host for host in hosts if not host.lends]
+
+
 def groups_on_gpus(config: RunConfig, hosts: Sequence[HostSlot]) -> list[int]:
     """Return the numbers of the groups of engines that run on GPUs of these hosts."""
     return [
         number
         for number, group in enumerate(config.engines)
-        if _on_gpus(config, hosts, config.pools_of(group.pool))
+        if _on_gpus(config, own(hosts), config.pools_of(group.pool))
     ]
 
 
@@ -116,9 +124,13 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
     """Return the engine with a place next to all bound processes; None if there is no
     place. In a run that began without sharing, the engine shares no GPU, whose memory
     may not suffice. In a colocated run, no GPU gets more engines than it had at the
-    beginning; the ranks of the trainer, which take turns on the GPU, do not count.
+    beginning; the ranks of the trainer, which take turns on the GPU, do not count. A
+    borrowed engine is on the host that lends it.
     """
-    hosts = list(state.hosts.up.values())
+    lender = state.hosts.up.get(slot.host) if slot.lender else None
+    if lender is not None and lender.lends:
+        return slot
+    hosts = own(state.hosts.up.values())
     bound = _bound(config, state, ranks=not config.trainer.colocated)
     if config.trainer.colocated or not state.hosts.shares_gpus:
         may_use = _within_limits(hosts, bound, state.hosts.engine_limits)
@@ -138,6 +150,7 @@ def bind_workers(
     the trainer, and the processes without a place. All workers that may exist at the
     same time are included.
     """
+    hosts = own(hosts)
     bound = _bound_ranks(config, {host.number: host for host in hosts}, ranks)
     bound += [
         Binding(process=slot.id, host=slot.host, devices=slot.devices, pool=slot.pool)
@@ -152,7 +165,7 @@ def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
     """Return the host for a worker next to all bound processes; None if no host has
     room.
     """
-    hosts = list(state.hosts.up.values())
+    hosts = own(state.hosts.up.values())
     bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(config, state, ranks=True))
     return bindings[0].host if bindings else None
 
@@ -162,7 +175,7 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
     unless one of their hosts is lost. Empty if some rank has no place. In a colocated
     run the engines do not count, because they take turns on the GPUs.
     """
-    present, hosts = state.hosts.ranks, list(state.hosts.up.values())
+    present, hosts = state.hosts.ranks, own(state.hosts.up.values())
     if all(rank.host in state.hosts.up for rank in present):
         return present
     demands = [_rank(config, rank, hosts) for rank in range(len(present))]
