@@ -82,6 +82,7 @@ class _Measuring:
         self._runs = 0
         self._ms_per_turn: list[float] = []
         self._most = 0
+        self._batch_bytes = self._sent_bytes = 0.0
         self._updates = {"transfer_s": 0.0, "stopped_s": 0.0, "updates": 0.0, "staged": 0.0}
         self._detected: list[float] = []
         self._recovered: list[float] = []
@@ -141,6 +142,9 @@ class _Measuring:
             "host_loss_recovered_s": round(statistics.median(self._recovered), 2),
             "controller_ms_per_turn": round(statistics.median(self._ms_per_turn), 3)
             if self._ms_per_turn
+            else None,
+            "controller_bytes_share": round(self._sent_bytes / self._batch_bytes, 5)
+            if self._batch_bytes
             else None,
             "trajectories_at_once": self._most,
             "exposed_over_transfer": round(
@@ -213,6 +217,9 @@ class _Measuring:
             if (each := run.controller_ms_per_turn()) is not None:
                 self._ms_per_turn.append(each)
             self._most = max(self._most, run.most_at_once())
+            batch_bytes, sent_bytes = run.batch_bytes()
+            self._batch_bytes += batch_bytes
+            self._sent_bytes += sent_bytes
             for name in self._updates:
                 self._updates[name] += summary["weights"].get(name, 0.0)
 
@@ -236,6 +243,8 @@ def _conditions(plan: ClusterPlan) -> dict[str, Any]:
         "host_loss_detected_s": "from the loss of power of a host to the warning that it is lost; "
         "host_loss_recovered_s: to the end of the first training step beyond those before",
         "lost_trajectories": "ended because of a host or controller, over all runs: must be 0",
+        "controller_bytes_share": "bytes that controllers of clusters sent to the trainer's ranks "
+        "for their batches, over the bytes of these batches' trajectories in the store",
         "exposed_over_transfer": "seconds for which engines stopped for new weights over those in "
         "which they received and verified them",
     }

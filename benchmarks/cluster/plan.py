@@ -38,6 +38,7 @@ FIGURES = (
     "leftovers",
     "exposed_over_transfer",
     "controller_ms_per_turn",
+    "controller_bytes_share",
     "trajectories_at_once",
 )
 

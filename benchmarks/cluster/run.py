@@ -159,6 +159,13 @@ class ClusterRun(RunUnderTest):
         (first_turns, first_s), (turns, seconds) = self._cpu[0], self._cpu[-1]
         return 1000 * (seconds - first_s) / max(1, turns - first_turns)
 
+    def batch_bytes(self) -> tuple[float, float]:
+        """Return the bytes of all batches that the newest controller has trained, and
+        those that it sent to the trainer's ranks for them.
+        """
+        values = [line["trainer"] for line in self._of("step")]
+        return tuple(sum(each[name] for each in values) for name in ("batch_bytes", "sent_bytes"))
+
     def unaccounted(self, account: dict[str, Any]) -> int:
         """See `benchmarks.soak.lineage.unaccounted`; trajectories that were trained
         twice count, too.

@@ -401,6 +401,11 @@ class TrajectoryStore:
         return min((entry.segment for entry in self._index.values()), default=self._segment)
 
     @property
+    def directory(self) -> Path:
+        """The directory of the store."""
+        return self._directory
+
+    @property
     def segment(self) -> int:
         """Number of the segment that is currently written."""
         return self._segment

@@ -81,6 +81,7 @@ class World(LiveWorld):
             on_published=self.manifests.published,
             on_trained=self._on_trained,
             on_saved=self._compact,
+            shared=config.cluster is not None,
         )
         self._relays = RelaySupervisor(
             hosts=processes.hosts,

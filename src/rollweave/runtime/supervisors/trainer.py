@@ -13,10 +13,18 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rollweave.record.store import StoredAttempt, StoreError, TrajectoryStore
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.pump import PostEvent
+from rollweave.runtime.supervisors.stored_batches import (
+    SEEN_S,
+    StoredBatch,
+    StoredGroup,
+    member_of,
+)
 from rollweave.runtime.supervisors.supervisor import Supervised, TracedSupervisor
 from rollweave.runtime.supervisors.trainer_link import (
     TrainerBackend,
@@ -47,7 +55,6 @@ from rollweave.schema.events import (
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.training import (
     Copied,
-    Measure,
     Measured,
     Publish,
     Published,
@@ -57,7 +64,6 @@ from rollweave.schema.training import (
     Saved,
     Trained,
     TrainMetrics,
-    TrainOn,
 )
 from rollweave.schema.training import TrainFailed as Failed
 from rollweave.schema.weights import WeightManifest
@@ -108,8 +114,13 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         on_published: Callable[[WeightManifest, Collection[int], Sequence[int]], None],
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
         on_saved: Callable[[], None],
+        shared: bool = False,
     ) -> None:
+        """`shared` says that ranks on other hosts read the store, so that it must be on
+        the disk before they do.
+        """
         super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
+        self._shared = shared
         self._make, self._post_then = make, post
         self._store, self._checkpoints = store, checkpoints
         self._on_published, self._on_trained, self._on_saved = on_published, on_trained, on_saved
@@ -219,15 +230,20 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
     ) -> None:
         step, part = command.step, command.part
         try:
-            batch = await self._batch(command)
+            entries = self._entries(command.groups)
         except StoreError as error:
             self._post_failure(trainer, step, error)
             return
-        started = self._clock()
-        reply = await backend.ask(TrainOn(batch=batch))
-        self._span("trainer", f"train {step}.{part}", started, groups=len(batch.groups))
+        stored = self._stored(command, entries, parts=command.parts)
+        started, sent = self._clock(), backend.sent_bytes
+        # the controller reads the batch for metrics; a damaged store ends the run here
+        reply, batch = await asyncio.gather(backend.ask(stored), self._read(command, entries))
+        sent = backend.sent_bytes - sent
+        self._span("trainer", f"train {step}.{part}", started, groups=len(stored.groups))
         if isinstance(reply, Trained):
-            self._on_trained(command, batch, reply.metrics)
+            values = reply.metrics.values | {"batch_bytes": stored.nbytes, "sent_bytes": sent}
+            metrics = msgspec.structs.replace(reply.metrics, values=values)
+            self._on_trained(command, batch, metrics)
             self._post(StepTrained(epoch=trainer.epoch, step=step, part=part))
         else:
             self._post_failure(trainer, step, reply)
@@ -240,10 +256,10 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         *,
         entries: Sequence[StoredAttempt],
     ) -> None:
-        step, part = command.step, command.part
-        groups = await self._groups(command.groups, entries)
+        step, part, groups = command.step, command.part, command.groups
         started = self._clock()
-        reply = await backend.ask(Measure(step=step, part=part, groups=groups))
+        stored = self._stored(command, entries, parts=part + 1, measure=True)
+        reply = await backend.ask(stored)
         self._span("trainer", f"measure {step}.{part}", started, groups=len(groups))
         if isinstance(reply, Measured):
             ratios = [
@@ -262,33 +278,58 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
             TrainFailed(epoch=trainer.epoch, step=step, error=_error(reply), nonfinite=nonfinite)
         )
 
-    async def _batch(self, command: TrainStep) -> Batch:
-        """Read the batch with its tokens."""
-        groups = await self._groups(command.groups, self._entries(command.groups))
+    def _entries(self, groups: Sequence[GroupRef]) -> list[StoredAttempt]:
+        """Look the trajectories up in the store. Raises StoreError."""
+        return self._store.find([member for group in groups for member in group.trajectory_ids])
+
+    async def _read(self, command: TrainStep, entries: Sequence[StoredAttempt]) -> Batch:
+        """Read the batch with its tokens, off the event loop."""
+        trajectories = iter(await asyncio.to_thread(self._store.read, entries))
         return Batch(
             step=command.step,
             version=command.step,
             part=command.part,
             parts=command.parts,
-            groups=groups,
+            groups=tuple(
+                ScoredGroup(
+                    id=group.id,
+                    env=group.name,
+                    trajectories=tuple(next(trajectories) for _ in group.trajectory_ids),
+                )
+                for group in command.groups
+            ),
         )
 
-    def _entries(self, groups: Sequence[GroupRef]) -> list[StoredAttempt]:
-        """Look the trajectories up in the store. Raises StoreError."""
-        return self._store.find([member for group in groups for member in group.trajectory_ids])
+    def _stored(
+        self,
+        command: TrainStep | MeasureRatios,
+        entries: Sequence[StoredAttempt],
+        *,
+        parts: int,
+        measure: bool = False,
+    ) -> StoredBatch:
+        """Return the references by which the ranks read the groups' trajectories.
 
-    async def _groups(
-        self, groups: Sequence[GroupRef], entries: Sequence[StoredAttempt]
-    ) -> tuple[ScoredGroup, ...]:
-        """Read the groups' trajectories, off the event loop."""
-        trajectories = iter(await asyncio.to_thread(self._store.read, entries))
-        return tuple(
-            ScoredGroup(
-                id=group.id,
-                env=group.name,
-                trajectories=tuple(next(trajectories) for _ in group.trajectory_ids),
-            )
-            for group in groups
+        Raises DiskError.
+        """
+        if self._shared:
+            self._store.sync()
+        attempts = iter(entries)
+        return StoredBatch(
+            directory=str(self._store.directory.absolute()),
+            step=command.step,
+            part=command.part,
+            parts=parts,
+            groups=tuple(
+                StoredGroup(
+                    id=group.id,
+                    env=group.name,
+                    members=tuple(member_of(next(attempts)) for _ in group.trajectory_ids),
+                )
+                for group in command.groups
+            ),
+            measure=measure,
+            seen_s=SEEN_S if self._shared else 0.0,
         )
 
     async def _publish(

@@ -22,6 +22,7 @@ from rollweave.io.wire import encode
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.serving import constructor_codec, serve_worker
 from rollweave.runtime.roles.worker import Worker, register
+from rollweave.runtime.supervisors.stored_batches import RankCommand, executed
 from rollweave.runtime.supervisors.supervisor import Link
 from rollweave.runtime.tasks import on_thread
 from rollweave.schema.base import Struct
@@ -89,8 +90,14 @@ class TrainerBackend(Link, Protocol):
     async def ready(self) -> TrainerReady:
         """Wait until the trainer is built and warmed up."""
 
-    async def ask(self, command: TrainerCommand) -> TrainerReply:
+    async def ask(self, command: RankCommand) -> TrainerReply:
         """Let the trainer execute one command, and return its reply."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of all commands so far that were sent to processes of the
+        trainer.
+        """
 
     async def written(self) -> Saved | SaveFailed:
         """Wait for the reply that follows the last `Copied`."""
@@ -114,9 +121,12 @@ class TrainerRank(Worker):
         return self._ready
 
     @register(mode="execute_all")
-    def handle(self, command: TrainerCommand) -> TrainerReply:
+    def handle(self, command: RankCommand) -> TrainerReply:
         """Execute any command but `StopTrainer`."""
-        reply = self._trainer.handle(command)
+        execute = executed(command)
+        if isinstance(execute, TrainFailed):
+            return execute
+        reply = self._trainer.handle(execute)
         assert reply is not None, "every command but StopTrainer is answered"
         if isinstance(reply, Copied):
             self._written = Future()
@@ -166,6 +176,7 @@ class ThreadTrainer:
         self._start_s, self._on_ready = start_s, on_ready
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
+        self.sent_bytes = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=NAME, daemon=True)
         self._thread.start()
@@ -186,7 +197,7 @@ class ThreadTrainer:
         self._on_ready()
         return rank.ready()
 
-    async def ask(self, command: TrainerCommand) -> TrainerReply:
+    async def ask(self, command: RankCommand) -> TrainerReply:
         rank = self._rank.result()
         return await self._unless_lost(self._submit(lambda: rank.handle(command)))
 
@@ -272,6 +283,7 @@ class ProcessTrainer:
     ) -> None:
         """Start one rank at each of `places`. Raises OSError."""
         self._start_s, self._on_ready = start_s, on_ready
+        self.sent_bytes = 0
         self._ranks = WorkerGroup(
             NAME,
             TrainerRank,
@@ -299,9 +311,11 @@ class ProcessTrainer:
         ready: TrainerReady = await self._first("ready")
         return ready
 
-    async def ask(self, command: TrainerCommand) -> TrainerReply:
-        arguments = Arguments(args=(msgspec.Raw(encode(command)),))
+    async def ask(self, command: RankCommand) -> TrainerReply:
+        encoded = encode(command)
+        arguments = Arguments(args=(msgspec.Raw(encoded),))
         everywhere = dict.fromkeys(range(self._ranks.world_size), arguments)
+        self.sent_bytes += len(encoded) * len(everywhere)
         reply: TrainerReply = await self._call("handle", everywhere)
         return reply
 

@@ -1,0 +1,150 @@
+"""Batches that the controller names, and that the trainer's ranks read: tokens go from
+the run's store, which every host sees, to the ranks that train on them, and not through
+the controller (RollArt §6.3).
+
+A reference is the place of a trajectory's record in the store, and its score without
+texts: about 60 bytes. Another host may see a record later than the controller has
+written it. A rank waits for that, for at most `SEEN_S`.
+"""
+
+import time
+from pathlib import Path
+
+from rollweave.record.store import Scored, StoredAttempt, read_attempt
+from rollweave.schema.base import GroupId, Struct, TaggedStruct, TrajectoryId
+from rollweave.schema.errors import CorruptJournalError
+from rollweave.schema.training import Measure, TrainerCommand, TrainFailed, TrainOn
+from rollweave.schema.work import Batch, Blame, Purpose, ScoredGroup, StopReason, Trajectory
+
+SEEN_S = 20.0
+"""Maximum seconds until a record that was written is seen on another host: NFS caches
+the attributes of files for some seconds.
+"""
+
+RETRY_S = 0.1
+"""Seconds between two attempts to read a record."""
+
+
+class StoredMember(Struct, frozen=True, kw_only=True, array_like=True):
+    """The place of a trajectory in the store, and what training needs of its score."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    reward: float | None
+    success: bool | None
+    stop_reason: StopReason
+    blame: Blame
+    rewards: dict[str, float]
+
+
+class StoredGroup(Struct, frozen=True, kw_only=True):
+    """A group, and its trajectories that are trained on."""
+
+    id: GroupId
+    env: str
+    members: tuple[StoredMember, ...]
+
+
+class StoredBatch(TaggedStruct, frozen=True, kw_only=True):
+    """Train on mini-batch `part` of `parts` of step `step`, or `measure` its groups.
+    The trajectories are in the store at `directory`, and are seen within `seen_s`
+    seconds. Answered as `TrainOn` and `Measure` are.
+    """
+
+    directory: str
+    step: int
+    part: int
+    parts: int
+    groups: tuple[StoredGroup, ...]
+    measure: bool = False
+    seen_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the batch's records in the store."""
+        return sum(member.nbytes for group in self.groups for member in group.members)
+
+
+RankCommand = TrainerCommand | StoredBatch
+
+
+def member_of(entry: StoredAttempt) -> StoredMember:
+    """Return the reference to a trajectory that has a score."""
+    assert entry.score is not None, "only scored trajectories are trained on"
+    return StoredMember(
+        segment=entry.segment,
+        offset=entry.offset,
+        nbytes=entry.nbytes,
+        reward=entry.score.reward,
+        success=entry.score.success,
+        stop_reason=entry.score.stop_reason,
+        blame=entry.score.blame,
+        rewards=entry.score.rewards,
+    )
+
+
+def executed(command: RankCommand) -> TrainerCommand | TrainFailed:
+    """Return what a rank executes for a command: a stored batch is read first. If it
+    cannot be read, return the reply.
+    """
+    if not isinstance(command, StoredBatch):
+        return command
+    try:
+        groups = _groups_of(command)
+    except CorruptJournalError as error:
+        return TrainFailed(error=str(error), groups=tuple(group.id for group in command.groups))
+    step, part = command.step, command.part
+    if command.measure:
+        return Measure(step=step, part=part, groups=groups)
+    return TrainOn(
+        batch=Batch(step=step, version=step, part=part, parts=command.parts, groups=groups)
+    )
+
+
+def _groups_of(stored: StoredBatch) -> tuple[ScoredGroup, ...]:
+    """Read the trajectories of a batch. Raises CorruptJournalError, also for a record
+    that is not seen in time.
+    """
+    directory, until = Path(stored.directory), time.monotonic() + stored.seen_s
+    return tuple(
+        ScoredGroup(
+            id=group.id,
+            env=group.env,
+            trajectories=tuple(_read(directory, member, until) for member in group.members),
+        )
+        for group in stored.groups
+    )
+
+
+def _read(directory: Path, member: StoredMember, until: float) -> Trajectory:
+    nobody, attempt = TrajectoryId(""), 0  # the record has both
+    score = Scored(
+        at=0.0,
+        trajectory_id=nobody,
+        attempt=attempt,
+        reward=member.reward,
+        success=member.success,
+        stop_reason=member.stop_reason,
+        blame=member.blame,
+        eval_s=0.0,
+        rewards=member.rewards,
+    )
+    entry = StoredAttempt(
+        trajectory_id=nobody,
+        attempt=attempt,
+        purpose=Purpose.TRAIN,
+        member=0,
+        at=0.0,
+        segment=member.segment,
+        offset=member.offset,
+        nbytes=member.nbytes,
+        score=score,
+    )
+    while True:
+        try:
+            return read_attempt(directory, entry)
+        except CorruptJournalError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(RETRY_S)
