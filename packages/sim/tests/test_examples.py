@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.schema.config.loading import load
+from rollweave.schema.config.loading import load, load_serving
 from rollweave_sim.run import simulate
 from rollweave_sim.workload import Recorded, workload
 
@@ -21,6 +21,20 @@ def test_an_example_is_simulated(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     outcome = simulate(config)
     assert (outcome.summary.steps, outcome.summary.error) == (1, "")
     assert outcome.summary.tokens > 0
+
+
+def test_a_burst_cuts_memory_gives_turns_back_and_stalls_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file = load_serving(Path("examples/serving_bursty.toml"))
+    outcome = simulate(load(Path("examples/simulate_loans.toml"), []), serving=file)
+    assert (outcome.summary.steps, outcome.summary.error) == (3, "")
+    assert outcome.serving is not None
+    assert outcome.serving.cuts > 0
+    assert outcome.serving.stalls > 0
+    assert outcome.serving.returned > outcome.serving.stalls
+    assert outcome.serving.late_first < 0.01
 
 
 def test_the_example_of_two_nodes_is_simulated_with_a_model_shape_alone(

@@ -13,6 +13,7 @@ import random
 import secrets
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ class _Bench:
         Steps take longer at some times than at others, so one burst follows the other
         at once.
         """
-        lent, alone = [], []
+        lent, alone, counts = [], [], Counter[str]()
         for seed in range(self._plan.bursts):
             arrivals = with_burst(
                 self._rate,
@@ -212,7 +213,10 @@ class _Bench:
             )
             with self._engine("--lend", run.address, *limits) as engine:
                 self._until_lent(engine, run)
+                before = engine.stats()["lending"]
                 lent.append(self._offer(engine, arrivals, watch_s=WATCH_S))
+                after = engine.stats()["lending"]
+                counts += Counter({name: after[name] - before[name] for name in plans.COUNTED})
                 engine.process.send_signal(TAKE_BACK)
                 _until(lambda: not engine.stats()["lending"]["lent"], "the loan must end")
                 alone.append(self._offer(engine, arrivals, watch_s=WATCH_S))
@@ -243,6 +247,7 @@ class _Bench:
                 [figures.yield_ms(report, since=BURST_FROM_S) for report in lent]
             ),
             "burst_delay_ms": statistics.mean(delays),
+            **{f"burst_{name}": counts[name] for name in plans.COUNTED},
         }
         self._progress(f"bursts: {missed} requests beyond a limit lent, {missed_alone} alone")
 

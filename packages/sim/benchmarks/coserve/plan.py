@@ -33,7 +33,12 @@ OF_DUAL = (
     "burst_seconds_over_alone",
     "burst_yield_ms",
     "burst_delay_ms",
+    "burst_cuts",
+    "burst_stalls",
+    "burst_aborted",
 )
+COUNTED = ("cuts", "stalls", "aborted")
+"""Counters of a lent engine that are read before and after a burst."""
 
 
 def named(way: str, figure: str) -> str:
@@ -76,6 +81,8 @@ CONDITIONS = coming_and_going.CONDITIONS | {
     "burst_delay_ms": "for how long some request waited for a rollout step in a burst, the mean",
     "burst_missed": "requests of a burst beyond a limit, the mean; burst_missed_alone and "
     "burst_seconds_over_alone: against the same burst after the loan, beside the same run",
+    "burst_cuts": "cuts of the rollouts' memory in all bursts; burst_stalls: times at which all "
+    "rollouts had made no progress for 2 s; burst_aborted: turns that were given back to the run",
     "activation_s": "from the run's request until its model was ready in the engine",
     "pages_moved_per_s": f"pages of {PAGE_BYTES >> 10} KiB that changed hands under the load; the "
     f"KV cache has {KV_TOKENS} tokens, of which a burst takes most",
