@@ -83,6 +83,7 @@ class _Measuring:
         self._ms_per_turn: list[float] = []
         self._most = 0
         self._batch_bytes = self._sent_bytes = 0.0
+        self._received_bytes = self._needed_bytes = 0.0
         self._updates = {"transfer_s": 0.0, "stopped_s": 0.0, "updates": 0.0, "staged": 0.0}
         self._detected: list[float] = []
         self._recovered: list[float] = []
@@ -145,6 +146,9 @@ class _Measuring:
             else None,
             "controller_bytes_share": round(self._sent_bytes / self._batch_bytes, 5)
             if self._batch_bytes
+            else None,
+            "bytes_per_host_over_needed": round(self._received_bytes / self._needed_bytes, 4)
+            if self._needed_bytes
             else None,
             "trajectories_at_once": self._most,
             "exposed_over_transfer": round(
@@ -220,6 +224,9 @@ class _Measuring:
             batch_bytes, sent_bytes = run.batch_bytes()
             self._batch_bytes += batch_bytes
             self._sent_bytes += sent_bytes
+            received_bytes, needed_bytes = run.weight_bytes()
+            self._received_bytes += received_bytes
+            self._needed_bytes += needed_bytes
             for name in self._updates:
                 self._updates[name] += summary["weights"].get(name, 0.0)
 
@@ -245,6 +252,8 @@ def _conditions(plan: ClusterPlan) -> dict[str, Any]:
         "lost_trajectories": "ended because of a host or controller, over all runs: must be 0",
         "controller_bytes_share": "bytes that controllers of clusters sent to the trainer's ranks "
         "for their batches, over the bytes of these batches' trajectories in the store",
+        "bytes_per_host_over_needed": "bytes of weights that hosts received from each other over "
+        "those among them that an engine of the host loaded, each once",
         "exposed_over_transfer": "seconds for which engines stopped for new weights over those in "
         "which they received and verified them",
     }

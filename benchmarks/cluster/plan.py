@@ -39,6 +39,7 @@ FIGURES = (
     "exposed_over_transfer",
     "controller_ms_per_turn",
     "controller_bytes_share",
+    "bytes_per_host_over_needed",
     "trajectories_at_once",
 )
 

@@ -17,6 +17,7 @@ from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.core.state import State
 from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
+from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 
 LOST_REASONS = ("engine_failure", "world_lost")
@@ -165,6 +166,25 @@ class ClusterRun(RunUnderTest):
         """
         values = [line["trainer"] for line in self._of("step")]
         return tuple(sum(each[name] for each in values) for name in ("batch_bytes", "sent_bytes"))
+
+    def weight_bytes(self) -> tuple[float, float]:
+        """Return the bytes of weights that relays received from other hosts, and those
+        among them of weights that an engine on the relay's host then loaded, each fetch
+        counted once.
+        """
+        received = needed = 0.0
+        for path, config in self._journals:
+            fetched: dict[tuple[str, int], int] = {}
+            for _, event, _ in (replay := Replay(path, config, rules=rules_of(config))):
+                match event:
+                    case e.WeightsFetched(relay_id=relay, publication_id=id, nbytes=nbytes):
+                        received += nbytes
+                        fetched[relay, id] = nbytes
+                    case e.WeightsLoaded(engine_id=engine_id, publication_id=id):
+                        engine = replay.core.state.engines.get(engine_id)
+                        if engine is not None:
+                            needed += fetched.pop((f"r{engine.seat.host}", id), 0)
+        return received, needed
 
     def unaccounted(self, account: dict[str, Any]) -> int:
         """See `benchmarks.soak.lineage.unaccounted`; trajectories that were trained
