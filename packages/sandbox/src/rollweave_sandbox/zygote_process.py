@@ -23,6 +23,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 from rollweave_sandbox import kernel
@@ -45,6 +46,11 @@ _preloaded: list[str] = []
 
 _ours: list[str] = []
 """Names of the modules of these packages."""
+
+_forgotten: list[ModuleType | None] = []
+"""Modules that were forgotten. If they were freed, a fork would write to the pages that
+it shares.
+"""
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -97,8 +103,8 @@ def _forget_modules(*, keep_preloaded: bool) -> None:
     """Forget Rollweave's modules, and, unless the sandbox has their packages, the
     modules that were loaded for cells.
     """
-    for name in (*_ours, *(() if keep_preloaded else _preloaded)):
-        sys.modules.pop(name, None)
+    names = (*_ours, *(() if keep_preloaded else _preloaded))
+    _forgotten.extend(sys.modules.pop(name, None) for name in names)
 
 
 def _mount(root: str) -> None:
