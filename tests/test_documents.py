@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.envs.registry import ENTRY_POINTS
-from rollweave.sandbox.images import Recipe
+from rollweave.sandbox.references import Recipe
 from rollweave.schema.config.loading import settings_of, validated
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import HostsFile, ServingFile

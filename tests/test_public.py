@@ -31,6 +31,7 @@ PUBLIC = (
     "rollweave.sandbox.",
     "rollweave.schema.serving.",
     "rollweave.weights.delta",
+    "rollweave_sandbox.",
     "rollweave_service.adapters.",
 )
 """Prefixes of the names that pages in docs/ and examples may import from modules."""
@@ -127,7 +128,9 @@ def names_in_modules(source: str) -> set[str]:
         node
         for node in ast.walk(parsed(source))
         if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith(("rollweave.", "rollweave_service."))
+        and (node.module or "").startswith(
+            ("rollweave.", "rollweave_sandbox.", "rollweave_service.")
+        )
     ]
     return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 

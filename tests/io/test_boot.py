@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from packages.sandbox.tests.action_server import served
 from rollweave.io.child import spawn
-from tests.support.action_server import served
 from tests.support.sandboxes import NAMES, SPEC, opened
 
 IGNORED = (

@@ -23,7 +23,7 @@ PREFIX = "rollweave-tests-"
 OWNER = """
 import asyncio, json, sys
 from rollweave.sandbox.base import SandboxSpec
-from rollweave.sandbox.registry import Plain
+from rollweave_sandbox.registry import Plain
 
 async def main():
     used, unused = Plain(), Plain()

@@ -38,7 +38,7 @@ NOT_RUN = {
     "engine/cuda_graphs.py": "needs a GPU",
     "engine/servers/plugin/*.py": "runs in a vLLM or SGLang server",
     "runtime/hosts/on_ray.py": "needs Ray",
-    "sandbox/inside/*.py": "runs in a sandbox, with an interpreter of its own",
+    "sandboxes/inside/*.py": "runs in a sandbox, with an interpreter of its own",
 }
 """Files without mutants, by a pattern of their path, each with the reason."""
 SAMPLE = 40
@@ -104,8 +104,8 @@ def measured(package: str, arguments: argparse.Namespace) -> dict[str, object]:
     print(f"{package}: {len(drawn)} of {len(mutants)} mutants", flush=True)
     runner = Runner(tried, sources(package), arguments.jobs, arguments.budget, ROOT / ".mutants")
     marks = "not slow and not extended and not cluster and not vllm"
-    beside = package in BESIDE
-    folder = ROOT / "packages" / package / "tests" if beside else ROOT / "tests" / package
+    top = BESIDE.get(package)
+    folder = ROOT / "tests" / package if top is None else top.parents[1] / "tests"
     options = ["-p", "no:randomly", "-p", "no:cacheprovider", "-m", marks, "-s", "--tb=no"]
     pytest.main([*options, str(folder)], plugins=[runner])
     if len(runner.results) < len(tried):

@@ -48,6 +48,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
 BESIDE = {
+    "sandboxes": ROOT / "packages/sandbox/src/rollweave_sandbox",
     "service": ROOT / "packages/service/src/rollweave_service",
     "sim": ROOT / "packages/sim/src/rollweave_sim",
 }

@@ -17,14 +17,14 @@ import pytest
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import Agent, Job, LimitError
-from rollweave.envs.handlers.sandboxes import ImagePort, Sandboxes
+from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.record.store import TrajectoryStore
 from rollweave.rollout import driver
 from rollweave.rollout.chat.codec import AgentConfig
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
 from rollweave.sandbox.base import Backend, SandboxSpec
-from rollweave.sandbox.image_cache import Lease
+from rollweave.sandbox.provider import Images, Lease
 from rollweave.schema import serving as s
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelTrajectory, StartInit
@@ -173,8 +173,8 @@ Play = Callable[..., Harness]
 def harness(store: TrajectoryStore, listener: GatewayListener) -> Play:
     """Return what makes the pipeline of a handler."""
 
-    def of(handler: Any, images: ImagePort | None = None, **limits: Any) -> Harness:
-        sandboxes = Sandboxes("plain", images=images)
+    def of(handler: Any, images: Images | None = None, **limits: Any) -> Harness:
+        sandboxes = Sandboxes("plain", images=lambda: images)
         sampling = s.Sampling(stop_token_ids=CODEC.stop_token_ids)
 
         def make(command: StartInit) -> HandlerEpisode:
@@ -243,6 +243,8 @@ class NoImages:
     async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
         await asyncio.sleep(self._seconds)
         raise ImageError(f"image {text}: no source has it")
+
+    async def close(self) -> None: ...
 
 
 IMAGE = SandboxSpec(image="a.toml")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
-from rollweave.sandbox.processes import Process, Table, started
-from rollweave.sandbox.registry import backend
+from rollweave_sandbox.processes import Process, Table, started
+from rollweave_sandbox.registry import backend
 from tests.support import forking
 
 ISOLATING = ("bubblewrap", "zygote")

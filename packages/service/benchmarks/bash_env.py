@@ -20,12 +20,12 @@ from typing import Final, Literal, get_args
 
 from rollweave.envs.base import Observation, Options, Step, payload_of
 from rollweave.sandbox.base import Sandbox, SandboxSpec
-from rollweave.sandbox.registry import backend
-from rollweave.sandbox.running import Pool
+from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.tools import Bash
 from rollweave.schema.base import mix
 from rollweave.schema.errors import SandboxError
 from rollweave.schema.work import Task
+from rollweave_sandbox.registry import backend
 
 TerminalName = Literal["shell", "tmux"]
 TERMINALS: Final[tuple[TerminalName, ...]] = get_args(TerminalName)

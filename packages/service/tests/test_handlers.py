@@ -16,10 +16,11 @@ from packages.service.tests.api import call, get, submit, wait_until
 from packages.service.tests.rollout_service import Program, service_config, serving
 from packages.service.tests.services import ZYGOTE, nothing_left
 from rollweave.cli.main import app
+from rollweave.io.processes import family
 from rollweave.record.store import TrajectoryReader
-from rollweave.sandbox.processes import family, process
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
+from rollweave_sandbox.processes import process
 from tests.support.fake_runs import make_config, run, run_dir
 from tests.support.journals import checked_journal
 from tests.support.processes import process_state

@@ -44,7 +44,7 @@ BENCHES = {
     "service": "packages.service.benchmarks.bench:bench_service",
     "coserve": "packages.sim.benchmarks.coserve.bench:bench_coserve",
     "agents": "benchmarks.agents.bench:bench_agents",
-    "sandbox": "benchmarks.sandbox:bench_sandbox",
+    "sandbox": "packages.sandbox.benchmarks.bench:bench_sandbox",
     "delta": "benchmarks.delta:bench_delta",
     "relay": "benchmarks.relay.bench:bench_relay",
     "soak": "benchmarks.soak.bench:bench_soak",

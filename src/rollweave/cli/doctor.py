@@ -25,7 +25,8 @@ from rollweave.io.extras import (
 from rollweave.io.machine import cores, describe_computation, gpu_memory, memory_bytes
 from rollweave.runtime.metrics import PACKAGES
 from rollweave.runtime.preflight.checks import Check, fail, failures, ok, show, warn
-from rollweave.sandbox.cgroups import WITHOUT, unbounded
+from rollweave.sandbox.provider import provider
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import human_bytes
 
 MIN_PYTHON = (3, 11)
@@ -127,7 +128,7 @@ def _machine() -> Iterator[Check]:
     yield ok("bfloat16", describe_computation("bfloat16", "cpu"))
     yield _sealed_memory()
     yield _sockets()
-    yield _sandbox_limits()
+    yield from _sandbox_limits()
     free = shutil.disk_usage(Path.cwd()).free
     yield (
         ok("disk", f"{human_bytes(free)} free here")
@@ -185,20 +186,17 @@ def _sockets() -> Check:
     return ok("sockets", "local sockets work")
 
 
-def _sandbox_limits() -> Check:
-    """Check whether the kernel bounds a sandbox as a whole. If not, name what is
-    unbounded.
+def _sandbox_limits() -> Iterator[Check]:
+    """Check whether there are sandboxes, and whether the kernel bounds a sandbox as a
+    whole. If not, name what is unbounded.
     """
-    missing = unbounded()
-    if not missing:
-        return ok(
-            "sandbox limits", "control groups bound memory, the kernel's included, and processes"
-        )
-    details = [
-        f"no control group for {name} ({reason}): {WITHOUT[name]}"
-        for name, reason in missing.items()
-    ]
-    return warn("sandbox limits", "; ".join(details))
+    try:
+        missing = provider().missing_limits()
+    except ConfigError as error:
+        yield warn("sandboxes", str(error))
+        return
+    detail = "control groups bound memory, the kernel's included, and processes"
+    yield warn("sandbox limits", "; ".join(missing)) if missing else ok("sandbox limits", detail)
 
 
 def _writable(directory: Path) -> Check:

@@ -4,8 +4,8 @@ which take seconds.
 
 A shell without job control starts background jobs with SIGINT and SIGQUIT ignored, and
 supervisors and test runners block or ignore others; `exec` passes both on. Every entry
-point calls `reset_signals` first. `sandbox/inside` has its own version, because this
-package does not exist in sandboxes.
+point calls `reset_signals` first. `rollweave_sandbox/inside` has its own version,
+because this package does not exist in sandboxes.
 
 Invariants: from `boot` on the child ends with its parent, even while it is stopped,
 because SIGKILL does not wait for it to continue; no signal is ignored or blocked

@@ -37,6 +37,7 @@ Sinks and transports have extras of their names.
 DISTRIBUTIONS = {
     "rollweave-envs": "packages/envs",
     "rollweave-papers": "packages/papers",
+    "rollweave-sandbox": "packages/sandbox",
     "rollweave-service": "packages/service",
     "rollweave-sim": "packages/sim",
 }

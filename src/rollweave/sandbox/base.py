@@ -1,5 +1,5 @@
 """The specification and limits of a sandbox, and the protocols that every back end
-implements.
+implements: `rollweave_sandbox` for this machine.
 
 Invariants: an invalid specification is refused when it is made; a started sandbox is
 stopped or killed by its caller, at the latest when its back end closes; a failure of
@@ -7,34 +7,29 @@ the sandbox itself is a `SandboxError`, while the failure of a command in it is 
 result.
 """
 
-import itertools
 import os
 import posixpath
 import re
-import secrets
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from rollweave.sandbox.channel import Channel, Reply
 from rollweave.schema.base import Struct
+from rollweave.schema.errors import SandboxSpoiledError
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 
 HOST = "host"
 """Name of the image that has this machine's programs, libraries and interpreter,
-read-only (`rootfs.py`), and an empty root, home and /tmp.
+read-only, and an empty root, home and /tmp.
 """
 
 HOME = "/home/agent"
-
-LOOPBACK = "LOOPBACK"
-
-SUPPORT = "/run/rollweave"
-"""Path at which a sandbox sees boot.py and the server."""
 
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 """Form of an image's name by the SHA-256 of its archive."""
@@ -176,6 +171,29 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
         }
         return {**base, **self.env}
 
+    def python(self) -> str:
+        """Return the interpreter inside: on the image HOST the one that runs Rollweave,
+        else the image's own.
+        """
+        return sys.executable if self.image == HOST else "python3"
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """The reply of an action of a sandbox's server: fields by name, and bytes."""
+
+    header: dict[str, Any]
+    body: bytes
+
+
+def fields_of(reply: Reply, kind: type[T]) -> T:
+    """Return the fields of a reply as a `kind`. Raises SandboxSpoiledError for other
+    fields.
+    """
+    try:
+        return msgspec.convert(reply.header, kind)
+    except msgspec.ValidationError as error:
+        raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
+
 
 class ExecResult(Struct, frozen=True, kw_only=True):
     """The result of a command that ran."""
@@ -198,7 +216,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     spec: SandboxSpec
     layers: tuple[str, ...]
-    """Folders of the layers, the newest first."""
+    """Folders of its layers on this host, the newest first. Only the newest belongs to
+    the snapshot alone.
+    """
     bytes: int
     """Number of bytes in the newest layer's files."""
 
@@ -219,14 +239,22 @@ class Sandbox(Protocol):
         Empty while it is alive.
         """
 
-    @property
-    def channel(self) -> Channel:
-        """Channel to its server, for tools such as `tools.Bash`."""
-
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """Call an action of its server, as `channel.Channel.call` does.
+        """Call an action of its server, with which `tools.py` works, and wait for its
+        reply.
 
-        Raises SandboxError, which gives the reason if the sandbox is gone.
+        `timeout_s` is the limit in seconds of the action inside, if it has one; the
+        reply may be later by the argument `slack_s`. Raises SandboxError, which gives
+        the reason if the sandbox is gone.
+        """
+
+    def tunnel(self, url: str) -> AbstractAsyncContextManager[str]:
+        """Yield a URL at which programs inside reach the HTTP service at `url`, and
+        nothing else of the host, even without a network. A sandbox has at most one
+        tunnel at a time.
+
+        Raises ValueError for a URL that is not plain http, SandboxError if the sandbox
+        cannot listen.
         """
 
     async def exec(
@@ -295,21 +323,6 @@ class Backend(Protocol):
         """End all its sandboxes, and remove its snapshots and files."""
 
 
-_addresses = itertools.count(secrets.randbelow(1 << 24))
-
-
-def addressed(spec: SandboxSpec) -> SandboxSpec:
-    """Return the specification with an exclusive loopback address if it shares the
-    host's network, so that servers in several sandboxes may listen on the same port
-    (ProRL Agent §3.2.2).
-    """
-    if not spec.network or LOOPBACK in spec.env:
-        return spec
-    number = next(_addresses)
-    address = f"127.{number >> 16 & 255 or 1}.{number >> 8 & 255}.{number % 254 + 1}"
-    return msgspec.structs.replace(spec, env={**spec.env, LOOPBACK: address})
-
-
 def is_reference(image: str) -> bool:
     """Return whether the cache of images resolves `image` to a folder, because it is a
     digest, or the path of an archive or of a recipe. The path may be relative to the
@@ -317,12 +330,6 @@ def is_reference(image: str) -> bool:
     """
     named = DIGEST.fullmatch(image) or image.endswith((RECIPE, *ARCHIVES))
     return bool(named) and "\0" not in image
-
-
-def check_image(image: str) -> None:
-    """Raise ValueError if `image` is not the path of an existing file or folder."""
-    if image != HOST and (is_reference(image) or not Path(image).exists()):
-        raise ValueError(f"image must exist, got {image!r}")
 
 
 def check_snapshot_paths(only: Sequence[str], at: str) -> None:

@@ -5,7 +5,7 @@ A sandbox is not trusted: a reply of an unexpected shape is a `SandboxError`. Te
 UTF-8 with replacement characters for invalid bytes, and without terminal escapes; the
 middle of long texts is left out and marked. Calls of one `Bash` or `IPython` wait for
 each other; a cancelled call is interrupted inside. All of them raise the errors of
-`Channel.call`. The tools follow ProRL Agent's efficient tools (§3.2.3): a raw terminal,
+`Sandbox.call`. The tools follow ProRL Agent's efficient tools (§3.2.3): a raw terminal,
 an interpreter in process, a Unix socket.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from rollweave.sandbox.channel import Reply, fields_of
+from rollweave.sandbox.base import Reply, fields_of
 from rollweave.schema.base import Struct
 from rollweave.schema.text import valid
 
@@ -48,7 +48,7 @@ class Caller(Protocol):
     """A sandbox, or a channel into one."""
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """Call an action of its server, as `Channel.call` does. Raises SandboxError."""
+        """Call an action of its server, as `Sandbox.call` does. Raises SandboxError."""
 
 
 class BashResult(Struct, frozen=True, kw_only=True):

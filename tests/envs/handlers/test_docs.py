@@ -18,9 +18,9 @@ from rollweave.envs.handlers.base import Endpoint, Job, Tool
 from rollweave.envs.handlers.program import OUTPUTS_BYTES, SCORE_S, Outcome, Program
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.sandbox.base import Limits
-from rollweave.sandbox.folders import FILES, FOLDER_BYTES
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.work import Unreadable
+from rollweave_sandbox.folders import FILES, FOLDER_BYTES
 from tests.support.pages import table_rows
 from tests.support.programs import job, lived, scripted
 from tests.support.sandboxes import needs

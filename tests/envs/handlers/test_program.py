@@ -19,9 +19,9 @@ from rollweave.envs.handlers.base import AgentHandler
 from rollweave.envs.handlers.program import Program
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.gateway.sessions import SessionLimits
-from rollweave.sandbox import folders
 from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
 from rollweave.schema import errors
+from rollweave_sandbox import folders
 from tests.support.programs import CLIENT, HERE, agent_program, job, lived, scripted
 from tests.support.sandboxes import ISOLATING, NAMES, needs
 from tests.support.scripted_gateway import CALL, Script

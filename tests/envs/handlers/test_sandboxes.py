@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from rollweave.envs.handlers import sandboxes as module
 from rollweave.envs.handlers.sandboxes import AttemptSandboxes, NotCachedError, Sandboxes
 from rollweave.sandbox.base import Backend, SandboxSpec
-from rollweave.sandbox.image_cache import ImageCache, Lease
 from rollweave.schema.errors import ImageError
+from rollweave_sandbox.image_cache import ImageCache, Lease
 
 DIGEST = "0" * 64
 SPEC = SandboxSpec(image=f"sha256:{DIGEST}")
@@ -50,6 +51,8 @@ class Cached:
         assert lease is not None
         return lease
 
+    async def close(self) -> None: ...
+
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ImageCache:
@@ -64,7 +67,7 @@ def cache(tmp_path: Path) -> ImageCache:
 @pytest.fixture
 def boxes(monkeypatch: pytest.MonkeyPatch) -> Boxes:
     made = Boxes()
-    monkeypatch.setattr(module, "backend", lambda _: made)
+    monkeypatch.setattr(module, "provider", lambda _: SimpleNamespace(backend=lambda _: made))
     return made
 
 
@@ -77,7 +80,7 @@ def in_use(cache: ImageCache) -> bool:
 
 
 async def test_an_image_stays_until_its_attempt_is_over(cache: ImageCache, boxes: Boxes) -> None:
-    sandboxes = Sandboxes(images=Cached(cache))
+    sandboxes = Sandboxes(images=lambda: Cached(cache))
     first, second = AttemptSandboxes(sandboxes), AttemptSandboxes(sandboxes)
     await first.start(SPEC)
     await second.start(SPEC)
@@ -93,7 +96,7 @@ async def test_an_image_stays_until_its_attempt_is_over(cache: ImageCache, boxes
 
 
 async def test_an_image_stays_for_warm_sandboxes(cache: ImageCache, boxes: Boxes) -> None:
-    sandboxes = Sandboxes(images=Cached(cache), warm=1)
+    sandboxes = Sandboxes(images=lambda: Cached(cache), warm=1)
     attempt = AttemptSandboxes(sandboxes)
     await attempt.start(SPEC)
     del attempt
@@ -106,7 +109,7 @@ async def test_an_image_stays_for_warm_sandboxes(cache: ImageCache, boxes: Boxes
 async def test_only_what_is_cached_is_used_if_nothing_else_may(
     cache: ImageCache, boxes: Boxes
 ) -> None:
-    sandboxes = Sandboxes(images=Cached(cache), cached_only=True)
+    sandboxes = Sandboxes(images=lambda: Cached(cache), cached_only=True)
     await sandboxes.start(SPEC)
     with pytest.raises(NotCachedError, match=r"image sha256:1{64} is not in the cache"):
         await sandboxes.start(SandboxSpec(image=f"sha256:{'1' * 64}"))

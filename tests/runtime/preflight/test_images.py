@@ -8,9 +8,9 @@ import pytest
 
 from rollweave.runtime.preflight.checks import Status
 from rollweave.runtime.preflight.environments import examine_domain
-from rollweave.sandbox.blobs import ROUTE, digest_of
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
+from rollweave_sandbox.blobs import ROUTE, digest_of
 from tests.support.commands import invoke
 
 CONFIG = """

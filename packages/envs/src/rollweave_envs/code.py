@@ -18,7 +18,6 @@ from rollweave.envs.handlers.sandboxes import SandboxHandler, exec_after_agent
 from rollweave.envs.handlers.toolbox import check_positive, check_tools, packages_of, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, fenced_blocks, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
-from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxError, SandboxLostError, SandboxTimeoutError
@@ -198,7 +197,7 @@ class Code(SandboxHandler):
                 # The program has run here from the second case on.
                 execute = bound(exec_after_agent, sandbox) if self._passed else sandbox.exec
                 result = await execute(
-                    [python_of(SPEC), "-I", FILE],
+                    [SPEC.python(), "-I", FILE],
                     stdin=stdin.encode(),
                     timeout_s=self._timeout_s,
                 )

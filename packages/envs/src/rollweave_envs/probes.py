@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 
 from rollweave.sandbox.base import Sandbox, SandboxSpec
-from rollweave.sandbox.rootfs import python_of
 from rollweave_envs.probe import END
 
 Notes = dict[str, list[str]]
@@ -100,7 +99,7 @@ async def run_probes(
     sources = {module: to_probes(source) for module, source in tests.items()}
     names = [name for module, source in tests.items() for name in names_in(module, source)]
     job = {"root": root, "sources": sources, "tests": names, "seconds": TEST_S}
-    program = [python_of(spec), "-I", "-S", "-c", _program()]
+    program = [spec.python(), "-I", "-S", "-c", _program()]
     result = await sandbox.exec(program, stdin=json.dumps(job).encode(), cwd=root, timeout_s=ALL_S)
     try:
         notes = msgspec.json.decode(result.stdout, type=Notes)

@@ -18,7 +18,7 @@ from rollweave.envs.handlers.toolbox import check_positive, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
 from rollweave.envs.jsonl import draw_record, numbered_records
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
-from rollweave.sandbox.packages import installed
+from rollweave.sandbox.provider import provider
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, EnvError
@@ -69,7 +69,7 @@ class QuestionHandler(SandboxHandler):
         """
         self._question = question_of(job.task)
         self._sandbox = await job.sandboxes.start(
-            SandboxSpec(limits=LIMITS, packages=installed(*PACKAGES))
+            SandboxSpec(limits=LIMITS, packages=provider().installed(*PACKAGES))
         )
 
     async def solve(

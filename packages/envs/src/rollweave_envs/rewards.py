@@ -23,7 +23,6 @@ from rollweave.envs.base import Score
 from rollweave.envs.handlers.answers import boxed_answer, boxed_reward, check_expected
 from rollweave.envs.handlers.sandboxes import Sandboxes, exec_after_agent
 from rollweave.envs.handlers.tools import fenced_blocks
-from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.base import DEPTH, is_deep
 from rollweave.schema.errors import SandboxSpoiledError
 from rollweave_envs.code import FILE, PYTHON, SPEC, same_output
@@ -243,7 +242,7 @@ async def code(record: Record, answer: str) -> Score:
                 # The program has run here from the second test on.
                 execute = partial(exec_after_agent, sandbox) if number else sandbox.exec
                 result = await execute(
-                    [python_of(SPEC), "-I", FILE],
+                    [SPEC.python(), "-I", FILE],
                     stdin=given.encode(errors="replace"),
                     timeout_s=min(TEST_S, left_s),
                 )

@@ -18,7 +18,6 @@ from rollweave.envs.handlers.sandboxes import SandboxHandler, exec_after_agent
 from rollweave.envs.handlers.toolbox import check_positive, check_tools, packages_of, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
-from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import SandboxError
@@ -146,7 +145,7 @@ class Swe(SandboxHandler):
         return new_task(bug=order[place].id)
 
     async def _collect(self, sandbox: Sandbox, bug: Bug) -> None:
-        program = [python_of(SPEC), "-I", "-S", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
+        program = [SPEC.python(), "-I", "-S", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
         listing = await exec_after_agent(sandbox, program, timeout_s=LIST_S)
         self._changed, self._refused = changes(listing.stdout, visible_files(bug), keep=_is_no_test)
 

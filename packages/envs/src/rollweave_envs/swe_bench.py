@@ -23,8 +23,7 @@ from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse
 from rollweave.envs.jsonl import draw_record
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Limits, Sandbox, SandboxSpec
-from rollweave.sandbox.packages import installed
-from rollweave.sandbox.rootfs import python_of
+from rollweave.sandbox.provider import provider
 from rollweave.sandbox.tools import plain
 from rollweave.schema.errors import (
     ConfigError,
@@ -416,7 +415,7 @@ class SweBench(SandboxHandler):
         return not (path in self._tests or path in files or below or is_control(path))
 
     def _python(self, program: str, *arguments: str) -> list[str]:
-        return [python_of(self._spec), "-I", "-S", "-c", program, *arguments]
+        return [self._spec.python(), "-I", "-S", "-c", program, *arguments]
 
 
 def printed_outcomes(output: str) -> Outcomes | None:
@@ -452,7 +451,9 @@ def _packages(packages: Sequence[str], test: Sequence[str]) -> tuple[str, ...]:
     """Return the packages of the interpreter on the image HOST: pytest too, unless
     another command that does not need it runs the tests.
     """
-    return tuple(dict.fromkeys((*(installed("pytest") if test else ("pytest",)), *packages)))
+    return tuple(
+        dict.fromkeys((*(provider().installed("pytest") if test else ("pytest",)), *packages))
+    )
 
 
 def _spec(image: str, root: str, limits: Any, packages: tuple[str, ...]) -> SandboxSpec:

@@ -61,7 +61,7 @@ from rollweave.engine.servers.vllm_control import (
     VllmControl,
 )
 from rollweave.engine.servers.vllm_kv import LEASE_S, NixlKv
-from rollweave.sandbox.processes import family
+from rollweave.io.processes import family
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     DialectName,

@@ -62,7 +62,7 @@ class Job:
 class Endpoint(Struct, frozen=True, kw_only=True):
     """The address of the agent for a program: `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
 
-    `sandbox/tunnel.py` makes it reachable in a sandbox.
+    `Sandbox.tunnel` makes it reachable in a sandbox.
     """
 
     url: str

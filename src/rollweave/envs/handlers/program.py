@@ -42,7 +42,6 @@ from rollweave.sandbox.base import (
     check_snapshot_paths,
 )
 from rollweave.sandbox.tools import plain
-from rollweave.sandbox.tunnel import tunnel
 from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
 from rollweave.schema.text import decimal
@@ -284,7 +283,7 @@ class Program(SandboxHandler):
         """
         assert self._sandbox is not None, "init comes first"
         sandbox, endpoint = self._sandbox, await agent.endpoint(unreadable=self._unreadable)
-        async with tunnel(sandbox, endpoint.url) as url:
+        async with sandbox.tunnel(endpoint.url) as url:
             access = {
                 "OPENAI_BASE_URL": url,
                 "OPENAI_API_BASE": url,

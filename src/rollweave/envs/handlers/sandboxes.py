@@ -6,7 +6,6 @@ a sandbox stays in the cache as long as the attempt that uses it.
 """
 
 import asyncio
-import functools
 import os
 import shutil
 import weakref
@@ -18,11 +17,8 @@ import msgspec
 
 from rollweave.envs.base import Options, Score
 from rollweave.sandbox.base import Backend, ExecResult, Sandbox, SandboxSpec, Snapshot, is_reference
-from rollweave.sandbox.folders import check_folder
-from rollweave.sandbox.image_cache import Lease
-from rollweave.sandbox.packages import distributions
-from rollweave.sandbox.registry import backend
-from rollweave.sandbox.running import Pool
+from rollweave.sandbox.pool import Pool
+from rollweave.sandbox.provider import Images, Lease, provider
 from rollweave.schema.errors import (
     ConfigError,
     ImageError,
@@ -31,11 +27,15 @@ from rollweave.schema.errors import (
     SandboxSpoiledError,
     SandboxTimeoutError,
 )
+from rollweave.schema.images import GrantImage, ImageWait
 
 KINDS = 8
 """Maximum number of specifications whose sandboxes are kept warm: the first requested
 ones.
 """
+
+
+CLOSED = "the sandboxes are closed: the run is ending"
 
 
 class StartsSandboxes(Protocol):
@@ -53,22 +53,12 @@ class StartsSandboxes(Protocol):
         """Return a sandbox that starts from the snapshot. Raises SandboxError."""
 
 
-class ImagePort(Protocol):
-    """Gets images (`sandbox/image_supply.py`)."""
-
-    async def find(self, text: str) -> Lease | None:
-        """Hold an image of the cache; return None if the image is not in the cache."""
-
-    async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
-        """Return an image, from any source that has it."""
-
-
 class NotCachedError(ImageError):
     """The image is not in the cache, and must not be obtained."""
 
 
 class Sandboxes:
-    """The sandboxes of the back end `name` (`sandbox/registry.py`; None: the default).
+    """The sandboxes of the back end `name` (`sandbox/provider.py`; None: the default).
 
     All calls belong to the event loop's thread.
     """
@@ -78,15 +68,17 @@ class Sandboxes:
         name: str | None = None,
         *,
         warm: int = 0,
-        images: ImagePort | None = None,
+        images: Callable[[], Images] | None = None,
         cached_only: bool = False,
     ) -> None:
         """Keep `warm` sandboxes of each specification ready, so that taking one costs
-        only a message. `images` gets the images for which `is_reference` is true; with
-        `cached_only`, only images in the cache.
+        only a message. `images` opens the source of the images for which `is_reference`
+        is true, when the first is needed; with `cached_only`, only images in the cache
+        are used.
         """
         self._name, self._warm = name, warm
-        self._images, self._cached_only = images, cached_only
+        self._open_images, self._cached_only = images, cached_only
+        self._images: Images | None = None
         self._leases: list[Lease] = []
         """The images of `start`, and of the warm sandboxes."""
         self._backend: Backend | None = None
@@ -100,7 +92,11 @@ class Sandboxes:
         obtained.
         """
         if self._images is None:
-            raise ImageError(f"image must be a folder without a cache of images, got {text!r}")
+            if self._open_images is None:
+                raise ImageError(f"image must be a folder without a cache of images, got {text!r}")
+            if self._closed:
+                raise SandboxError(CLOSED)
+            self._images = self._open_images()
         if not self._cached_only:
             return await self._images.take(text, self._started)
         lease = await self._images.find(text)
@@ -137,8 +133,17 @@ class Sandboxes:
         """Return a sandbox that starts from the snapshot. Raises SandboxError."""
         return await self._started().branch(snapshot)
 
+    def image_waits(self) -> tuple[ImageWait, ...]:
+        """Return the images that are being waited for."""
+        return () if self._images is None else self._images.waits()
+
+    def on_granted(self, message: GrantImage) -> None:
+        """Take the controller's answer to a question about an image."""
+        if self._images is not None:
+            self._images.on_granted(message)
+
     async def close(self) -> None:
-        """Stop all sandboxes and their back end."""
+        """Stop all sandboxes and their back end, and release all images."""
         self._closed = True
         pools, self._pools = list(self._pools.values()), {}
         await asyncio.gather(*(pool.close() for pool in pools))
@@ -147,12 +152,14 @@ class Sandboxes:
             await boxes.close()
         for lease in self._leases:
             lease.close()
+        if self._images is not None:
+            await self._images.close()
 
     def _started(self) -> Backend:
         if self._closed:
-            raise SandboxError("the sandboxes are closed: the run is ending")
+            raise SandboxError(CLOSED)
         if self._backend is None:
-            self._backend = backend(self._name)
+            self._backend = provider(self._name).backend(self._name)
         return self._backend
 
 
@@ -248,17 +255,14 @@ def check_seen(options: Options) -> None:
     """Raise ConfigError if `packages` or `folder` of a handler's options cannot be in a
     sandbox. Must be called for every task that is drawn, and so before a run.
     """
-    for option, check in (("packages", _check_packages), ("folder", check_folder)):
-        if value := options.get(option):
-            try:
-                check(os.path.abspath(value) if option == "folder" else tuple(value))
-            except ConfigError as error:
-                raise ConfigError(f"options.{error}") from error
-
-
-@functools.lru_cache(64)
-def _check_packages(names: tuple[str, ...]) -> None:
-    distributions(names)
+    packages, folder = options.get("packages") or (), options.get("folder") or ""
+    if not (packages or folder):
+        return
+    check = provider().check_contents
+    try:
+        check(packages=packages, folder=os.path.abspath(folder) if folder else "")
+    except ConfigError as error:
+        raise ConfigError(f"options.{error}") from error
 
 
 def forget(snapshot: Snapshot) -> None:
@@ -266,4 +270,5 @@ def forget(snapshot: Snapshot) -> None:
 
     No branch of it may be running.
     """
-    shutil.rmtree(snapshot.layers[0], ignore_errors=True)
+    for folder in snapshot.layers[:1]:
+        shutil.rmtree(folder, ignore_errors=True)

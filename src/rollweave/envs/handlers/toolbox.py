@@ -12,7 +12,7 @@ from typing import Any
 from rollweave.envs.handlers.base import Tool
 from rollweave.envs.handlers.tools import Final
 from rollweave.sandbox.base import Sandbox
-from rollweave.sandbox.packages import installed
+from rollweave.sandbox.provider import provider
 from rollweave.sandbox.tools import (
     OUTPUT_BYTES,
     TIMEOUT_S,
@@ -56,7 +56,7 @@ def packages_of(names: Iterable[str]) -> tuple[str, ...]:
     """Return the installed packages that a sandbox needs for the tools with these
     names. If IPython is not installed, cells are plain Python.
     """
-    return installed("ipython") if "ipython" in names else ()
+    return provider().installed("ipython") if "ipython" in names else ()
 
 
 def check_tools(names: Iterable[str], calls: str) -> None:

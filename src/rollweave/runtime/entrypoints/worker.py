@@ -10,10 +10,11 @@ from rollweave.envs.tasks import TaskSource
 from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.rollout.worker import RolloutWorker
-from rollweave.runtime.episodes import Episodes, Images, RemoteExchange
+from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.loopwatch import COMPONENT, LoopWatch
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.tasks import TaskDrawer, Tasks, until_set
+from rollweave.sandbox.provider import Peers
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import GrantImage
 from rollweave.schema.rollouts import (
@@ -38,8 +39,6 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     def report(message: WorkerReport) -> None:
         outbox.send(encode(message))
 
-    exchange = RemoteExchange(report, host=spec.host, address=spec.address)
-    images = Images(config.sandbox, clock=clock.now, exchange=exchange)
     source = TaskSource(config, logs=Path(spec.logs))
     episodes = Episodes(
         config,
@@ -48,20 +47,20 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
         clock,
         run_id=spec.run_id,
         deployed=spec.deployed,
-        images=images,
+        peers=Peers(report=report, host=spec.host, address=spec.address),
     )
 
     def warn(component: str, message: str) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
 
     def beat() -> None:
-        report(WorkerBeat(images=images.waits(), services=episodes.service_waits()))
+        report(WorkerBeat(images=episodes.image_waits(), services=episodes.service_waits()))
 
     def execute(message: RolloutWorkerCommand) -> None:
         if isinstance(message, StopRolloutWorker):
             stopped.set()
         elif isinstance(message, GrantImage):
-            exchange.on_granted(message)
+            episodes.on_image_granted(message)
         else:
             worker.send(message)
 

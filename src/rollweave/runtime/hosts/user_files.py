@@ -22,8 +22,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rollweave.envs.registry import reference_of
-from rollweave.sandbox import unpacking
-from rollweave.sandbox.image_cache import Reference, parse_reference
+from rollweave.io import unpacking
+from rollweave.sandbox.references import Reference, parse_reference
 from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError

@@ -11,38 +11,32 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.error import HTTPError
 
 import msgspec
 
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
-from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
+from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes, SandboxHandler
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.tasks import TaskSource, images_of, named, rule
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
 from rollweave.rollout.reward_sources import reference_in, reward_function
-from rollweave.runtime.episodes import Images, cache_folder
+from rollweave.runtime.episodes import image_opener
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.preflight.checks import Check, Status, fail, failures, ok, passing, warn
-from rollweave.sandbox.blobs import ROUTE, Source, read_text
-from rollweave.sandbox.image_cache import (
-    IMAGE_BACKENDS,
-    Reference,
-    check_reference,
-    parse_reference,
-)
+from rollweave.sandbox.provider import DEFAULT, provider
+from rollweave.sandbox.references import check_reference, parse_reference
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.rollout import TaskConfig
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import SandboxConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
-from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.errors import ConfigError, ImageError, RollweaveError
 from rollweave.schema.text import valid_tree
 from rollweave.schema.work import Limits, Purpose, StopReason, Task, Unreadable
 
@@ -121,6 +115,7 @@ def examine_domain(
     first, tools = tuple[Message, ...](), tuple[str, ...]()
     try:
         kind = _guarded(lambda: resolve(task.env), "env must be imported")
+        _check_sandboxes(config, task, kind)
         prepared = _prepared(kind, task)
         if prepared is not None:
             task = task.model_copy(update={"options": prepared})
@@ -172,6 +167,16 @@ def examine_domain(
         prepared=prepared,
     )
     return domain, checks
+
+
+def _check_sandboxes(config: RunConfig, task: TaskConfig, kind: type[Any]) -> None:
+    """Raise ConfigError if the domain needs sandboxes, and their implementation is not
+    installed. Whether a handler of another base class needs sandboxes is known only if
+    the configuration has settings for them.
+    """
+    configured = config.sandbox != SandboxConfig() and is_handler(task.env)
+    if configured or issubclass(kind, SandboxHandler):
+        provider(config.sandbox.backend)
 
 
 def as_prepared(config: RunConfig, domains: Iterable[Domain]) -> RunConfig:
@@ -419,7 +424,7 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
 
     async def run() -> tuple[_RecordingAgent, str]:
         agent = _RecordingAgent(task.max_turns)
-        images = Images(config.sandbox, clock=time.monotonic)
+        images = image_opener(config.sandbox, clock=time.monotonic)
         sandboxes = Sandboxes(config.sandbox.backend, images=images, cached_only=True)
         try:
             handler = resolve(task.env)(**copied(task.options))
@@ -434,7 +439,6 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
                     await handler.close()
         finally:
             await sandboxes.close()
-            await images.close()
         return agent, ""
 
     rule, limit_s = "a handler must initialize and ask its agent", PATIENCE_S + task.step_s
@@ -483,13 +487,14 @@ request.
 
 def examine_images(config: RunConfig, index: int, images: Sequence[str]) -> Iterator[Check]:
     """Check the images of task domain number `index`."""
-    where, backend = f"tasks.{index} image", config.sandbox.backend or IMAGE_BACKENDS[0]
+    where, backend = f"tasks.{index} image", config.sandbox.backend or DEFAULT
     if not images:
         return
-    if backend not in IMAGE_BACKENDS:
+    able = provider(backend).image_backends
+    if backend not in able:
         yield fail(
             "sandbox.backend",
-            f"must be {' or '.join(IMAGE_BACKENDS)} for the image {images[0]}, got {backend}",
+            f"must be {' or '.join(able)} for the image {images[0]}, got {backend}",
         )
         return
     failed = shown = 0
@@ -515,26 +520,16 @@ def _check(config: RunConfig, where: str, image: str) -> Check:
             return warn(where, f"not checked, since it need not be on this machine: {error}")
         return fail(where, str(error).removeprefix("image "))
     if reference.digest:
-        return _check_source(config, where, reference, remote=remote)
+        return _check_source(config, where, reference.digest, remote=remote)
     return ok(where, detail)
 
 
-def _check_source(config: RunConfig, where: str, reference: Reference, *, remote: bool) -> Check:
+def _check_source(config: RunConfig, where: str, digest: str, *, remote: bool) -> Check:
     """Check that the cache or the mirror has an image of this digest."""
-    digest, mirror = reference.digest, config.sandbox.mirror
-    folder = cache_folder()
-    if (folder / "roots" / digest).is_dir():
-        return ok(where, f"{reference.text} is in {folder}")
-    if mirror is None:
-        problem = f"must be in {folder}, or in a sandbox.mirror, got {reference.text}"
-    else:
-        try:
-            if read_text(Source(url=mirror), ROUTE + digest) is not None:
-                return ok(where, f"{reference.text} from {mirror}")
-            return fail(where, f"must be in the mirror {mirror}, got {reference.text}")
-        except HTTPError as error:
-            phrase = HTTPStatus(error.code).phrase
-            problem = f"sandbox.mirror {mirror} answered {error.code} {phrase}"
-        except OSError as error:
-            problem = f"sandbox.mirror {mirror} must be reachable, got {error}"
-    return (warn if remote else fail)(where, problem)
+    sandbox = config.sandbox
+    try:
+        return ok(where, provider(sandbox.backend).locate_image(digest, sandbox.mirror))
+    except ImageError as error:
+        return fail(where, str(error))
+    except ConfigError as error:
+        return (warn if remote else fail)(where, str(error))

@@ -1,0 +1,277 @@
+"""The images that a host keeps for its runs.
+
+A host keeps as many images as fit. The least recently used images make room for others.
+
+Invariants: an image that a process holds is not removed; all processes of the host may
+use one cache at the same time, and if a process is killed, the images that it held are
+free; the folder of an image appears complete.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollweave.io.locked_folders import unfinished_folder
+from rollweave.schema.errors import ImageError
+from rollweave_sandbox.blobs import Blobs, BlobServer, Cancellation, OnProgress, Source
+from rollweave_sandbox.images import Images
+
+GIGABYTE = 1_000_000_000
+
+BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
+
+
+class Lease:
+    """An image that is held until `close`."""
+
+    def __init__(self, path: str, cache: "ImageCache | None" = None, digest: str = "") -> None:
+        self.path = path
+        self._cache, self._digest = cache, digest
+
+    def copy(self) -> "Lease":
+        """Hold the image a second time, and return the new lease."""
+        if self._cache is not None:
+            self._cache.hold(self._digest)
+        return Lease(self.path, self._cache, self._digest)
+
+    def close(self) -> None:
+        """Release the image, soon. A second call does nothing.
+
+        The garbage collector may call this method, in the middle of any other code.
+        """
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.dropped.append(self._digest)
+
+
+class ImageCache:
+    """The images in `folder`, at most `limit_bytes` in all. Calls may come from any
+    thread.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int, mirror: str | None = None) -> None:
+        """Open the cache, or make it. Raises OSError."""
+        self._folder, self._limit_bytes = folder, limit_bytes
+        for name in ("locks", "used"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        self._blobs = Blobs(folder / "blobs", mirror=mirror, limit_bytes=limit_bytes)
+        self.images = Images(folder, self._blobs)
+        self._held: dict[str, tuple[int, int]] = {}
+        """The descriptor that locks an image that this process holds, and the number of
+        its holds, by image.
+        """
+        self._mutex = threading.Lock()
+        self.dropped: deque[str] = deque()
+        """Images that are to be released."""
+
+    def find(self, digest: str) -> Lease | None:
+        """Hold an image; return None if it is not in the cache. Raises OSError."""
+        self._release_dropped()
+        self.hold(digest)
+        path = self._root(digest)
+        if path.is_dir():
+            return Lease(str(path), self, digest)
+        self.release(digest)
+        return None
+
+    def hold(self, digest: str) -> None:
+        """Prevent the removal of an image until `release`, even if it is not in the
+        cache yet.
+        """
+        with self._mutex:
+            if digest in self._held:
+                fd, count = self._held[digest]
+                self._held[digest] = fd, count + 1
+                return
+            while True:
+                fd = os.open(self._folder / "used" / digest, os.O_RDWR | os.O_CREAT, 0o644)
+                # on a file system without locks, nothing is removed
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_SH)
+                if os.fstat(fd).st_nlink:
+                    break
+                os.close(fd)  # the file was removed at this moment
+            os.utime(fd)
+            self._held[digest] = fd, 1
+
+    def release(self, digest: str) -> None:
+        """Release an image that was held."""
+        with self._mutex:
+            fd, count = self._held.pop(digest)
+            if count > 1:
+                self._held[digest] = fd, count - 1
+                return
+            os.utime(fd)
+            os.close(fd)
+
+    def _release_dropped(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self.release(self.dropped.popleft())
+
+    def close(self) -> None:
+        """Release all images."""
+        with self._mutex:
+            for fd, _ in self._held.values():
+                os.utime(fd)
+                os.close(fd)
+            self._held.clear()
+
+    def try_lock(self, key: str) -> int | None:
+        """Lock an image while it is obtained; return the descriptor, or None if another
+        process has locked it. Raises OSError.
+        """
+        fd = os.open(self._folder / "locks" / key, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            pass  # no locks here: each process obtains the image by itself
+        return fd
+
+    def fetch(
+        self, digest: str, source: Source, on_progress: OnProgress, cancellation: Cancellation
+    ) -> str | None:
+        """Fetch an archive; return the reason for a failure, or None. Raises
+        SandboxError if it cannot be stored, because there is no room, for example.
+        """
+        known = False
+
+        def on_bytes(done: int, whole: int) -> None:
+            nonlocal known
+            if not known and whole:
+                known = True
+                self.make_room(2 * whole)  # unpacked, it is as large again or larger
+            on_progress(done, whole)
+
+        return self._blobs.fetch(digest, source, on_progress=on_bytes, cancellation=cancellation)
+
+    def add(self, archive: Path, digest: str) -> None:
+        """Store a local archive under its digest. Raises SandboxError."""
+        self.make_room(2 * archive.stat().st_size)
+        with archive.open("rb") as file, self._blobs.new() as blob:
+            shutil.copyfileobj(file, blob, 1 << 20)
+            if blob.digest != digest:
+                raise ImageError(f"image {archive} must not change while it is copied")
+            blob.keep()
+
+    def unpack(self, digest: str, cancellation: Cancellation) -> None:
+        """Make the folder of an image from its archive. The image must be held. Raises
+        SandboxError, also if there is no room for the folder.
+        """
+        self.images.path(digest, cancellation=cancellation)
+        self._note_size(digest)
+        self.make_room(0)
+
+    def archive(self, digest: str) -> Path:
+        """Return the path of an image's archive."""
+        return self._blobs.path(digest)
+
+    def serve(self, host: str, token: str) -> BlobServer:
+        """Return a server of the archives. Raises OSError."""
+        return BlobServer(self._folder / "blobs", host=host, token=token)
+
+    def make_room(self, needed: int) -> None:
+        """Remove the least recently used images until `needed` more bytes fit. Raises
+        ImageError if they still do not fit.
+        """
+        self._release_dropped()
+        with self._cleaning():
+            entries = sorted(self._entries())
+            total = sum(size for _, _, size in entries)
+            for _, digest, size in entries:
+                if total + needed <= self._limit_bytes:
+                    break
+                if self._remove(digest):
+                    total -= size
+        if total + needed > self._limit_bytes:
+            raise ImageError(
+                f"the cache of images must have room for {(total + needed) / GIGABYTE:.1f} GB, the "
+                f"images in use and the next one, got {self._limit_bytes / GIGABYTE:g}"
+            )
+
+    def remove(self, digest: str) -> None:
+        """Release an image, and remove it unless it is held elsewhere."""
+        self.release(digest)
+        self._remove(digest)
+
+    @contextlib.contextmanager
+    def _cleaning(self) -> Iterator[None]:
+        fd = os.open(self._folder / "locks" / "clean", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _entries(self) -> Iterator[tuple[int, str, int]]:
+        """Yield the time of the last use, the digest and the size of each image.
+
+        An archive without a time of use was left by a process that was killed.
+        """
+        used = self._folder / "used"
+        archives = {name for name in os.listdir(self._folder / "blobs") if name[0] != "."}
+        for digest in archives | set(os.listdir(used)):
+            last, size = 0, ""
+            with contextlib.suppress(OSError):
+                last = (used / digest).stat().st_mtime_ns
+                size = (used / digest).read_text().strip()
+            yield last, digest, int(size) if size.isdecimal() else self._size(digest)
+
+    def _note_size(self, digest: str) -> None:
+        with self._mutex:
+            fd, _ = self._held[digest]
+            os.pwrite(fd, f"{self._size(digest)}\n".encode(), 0)
+
+    def _size(self, digest: str) -> int:
+        """Return the bytes on the disk of an image and its archive."""
+        blocks = 0
+        with contextlib.suppress(OSError):
+            blocks += self._blobs.path(digest).stat().st_blocks
+        for folder, folders, files in os.walk(self._root(digest)):
+            for name in (*folders, *files):
+                with contextlib.suppress(OSError):
+                    blocks += os.lstat(os.path.join(folder, name)).st_blocks
+        return blocks * BLOCK_BYTES
+
+    def _remove(self, digest: str) -> bool:
+        """Remove an image; return False if it is held."""
+        used = self._folder / "used" / digest
+        with unfinished_folder(self._folder) as trash:
+            try:
+                fd = os.open(used, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError:
+                return False
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self._root(digest), trash / "root")
+                self._blobs.path(digest).unlink(missing_ok=True)
+                used.unlink(missing_ok=True)
+            except OSError:
+                return False
+            finally:
+                os.close(fd)
+            _make_removable(trash / "root")
+        return True
+
+    def _root(self, digest: str) -> Path:
+        return self._folder / "roots" / digest
+
+
+def _make_removable(root: Path) -> None:
+    """Let the owner write to all folders, which an image may forbid."""
+    for folder, folders, _ in os.walk(root):
+        for name in folders:
+            path = os.path.join(folder, name)
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
