@@ -356,13 +356,13 @@ async def test_a_servers_address_tells_its_dialect(address: str, url: str, diale
 async def test_counts_jobs_by_stage_and_withdraws_registered_engines_only() -> None:
     service = Mock()
     service.health.return_value = Mock(
-        queued=1, init=2, turns_waiting=4, run=8, eval=16, eval_queued=32
+        queued=1, init=2, run_queued=4, run=8, eval=16, eval_queued=32
     )
     engines = [Mock(id="e0", address=""), Mock(id="x1", address="http://host:1")]
     service.engines.statuses.return_value = engines
     api = ProRL(service, codec=Mock(), hosts=Mock())
     expected = {"status": "stopped", "init_queue": 1, "run_queue": 4, "eval_queue": 32}
-    expected |= {"active_init": 2, "active_run": 8, "active_eval": 16, "total": 59}
+    expected |= {"active_init": 2, "active_run": 8, "active_eval": 16, "total": 63}
     assert await api.status() == expected
     await api.start()
     assert (await api.status())["status"] == "running"
