@@ -1,7 +1,7 @@
 """The pools of INIT, RUN and EVAL, and the queues before them."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from rollweave.core.state import Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.config.rollout import STARTED
 from rollweave.schema.status import WaitStatus
 from rollweave.schema.work import StopReason, Task
 from tests.support.core import POOLS, config
@@ -53,17 +54,15 @@ class Slow:
                 self.at[pool].append(self.at[queue].pop(0))
 
     def held(self, pool: str) -> int:
-        """Count the attempts with a place of a pool: those that wait for RUN keep
-        theirs of INIT.
-        """
-        stages = ("init", "run_queued") if pool == "init" else (pool,)
-        closing = sum(stage in stages for stage in self.closing.values())
-        return sum(len(self.at[stage]) for stage in stages) + closing
+        """Count the attempts with a place of a pool, or in the queue before it."""
+        return len(self.at[pool]) + list(self.closing.values()).count(pool)
 
     def may(self, pool: str) -> bool:
+        """Tell whether the queues behind INIT have room for another attempt."""
         room = max(0, self.sizes["eval"] - self.held("eval"))
-        most = BACKLOG * self.sizes["run"] + room
-        return pool != "init" or len(self.at["eval_queued"]) < most
+        backlog = len(self.at["eval_queued"]) >= BACKLOG * self.sizes["run"] + room
+        will_wait = self.held("init") + self.held("run_queued")
+        return pool != "init" or (not backlog and will_wait < 2 * self.sizes["init"])
 
 
 def served(running: Any) -> Core:
@@ -158,50 +157,25 @@ def _random_event(draw: random.Random, core: Core, model: Slow, name: str) -> No
         model.move(chosen, stage, target)
 
 
-def test_an_attempt_waits_for_run_with_its_environment_and_its_place() -> None:
+def test_an_attempt_waits_for_run_with_its_environment() -> None:
+    """INIT starts others, until twice as many are started as it has places."""
     core = served({"init": 1, "run": 1, "eval": 1})
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d"):
         submit(core, name)
-    assert ready(core, "a.0") == [
-        c.StartRun(**key("a.0")),
-        *_starts(core, "b.0"),
-    ]
-    assert not ready(core, "b.0"), "RUN is full, and INIT has its place"
-    assert pools_of(core) | {"eval": [], "eval_queued": []} == {
-        "queued": ["c.0"],
-        "init": [],
-        "run_queued": ["b.0"],
-        "run": ["a.0"],
-        "eval_queued": [],
-        "eval": [],
-    }
+    assert [type(one) for one in ready(core, "a.0")] == [c.StartRun, c.StartInit]
+    assert [type(one) for one in ready(core, "b.0")] == [c.StartInit], "RUN is full"
+    assert not ready(core, "c.0"), "two environments wait"
+    now = pools_of(core)
+    assert (now["queued"], now["init"], now["run"]) == (["d.0"], [], ["a.0"])
+    assert now["run_queued"] == ["b.0", "c.0"]
     (wait,) = waits(core, "a place in RUN")
-    assert (wait.count, wait.what) == (1, "their environments are ready")
+    assert (wait.count, wait.what) == (2, "their environments are ready")
     (wait,) = waits(core, "a free place")
-    assert (wait.count, wait.oldest) == (1, "c.0")
+    assert (wait.count, wait.oldest) == (1, "d.0")
     attempts = core.status(9.0).attempts
-    assert (attempts["queued"], attempts["ready"], attempts["running"]) == (1, 1, 1)
+    assert (attempts["queued"], attempts["ready"], attempts["running"]) == (1, 2, 1)
     commands = ended(core, "a.0")
     assert [type(one) for one in commands] == [c.StartRun, c.StartInit, c.StartEval]
-
-
-def _starts(core: Core, name: str) -> Iterator[c.Command]:
-    """Yield the start of an attempt that has just begun."""
-    trajectory = core.state.trajectories[TrajectoryId(name)]
-    group = core.state.groups[trajectory.group_id]
-    assert trajectory.stage is Stage.INIT
-    assert group.task is not None
-    yield c.StartInit(
-        **key(name),
-        group_id=group.id,
-        member=0,
-        task=group.task,
-        purpose=group.purpose,
-        initiated_version=trajectory.initiated,
-        decoding=group.decoding,
-        worker="",
-        continues=None,
-    )
 
 
 def test_rewards_wait_for_their_own_pool_and_hold_back_further_attempts() -> None:
@@ -229,19 +203,17 @@ def test_rewards_wait_for_their_own_pool_and_hold_back_further_attempts() -> Non
 def test_a_cancelled_attempt_keeps_the_place_of_its_own_pool(stage: str) -> None:
     """The world has not stopped it yet; other pools have their places."""
     core = served({"init": 1, "run": 1, "eval": 1})
-    for name in ("a", "b", "c", "d", "e"):
+    for name in ("a", "b", "c", "d", "e", "f"):
         submit(core, name)
     for name in ("a.0", "b.0"):
         ready(core, name)
         ended(core, name)
-    ready(core, "c.0")
-    if stage == "run_queued":
-        ready(core, "d.0")
+    for name in ("c.0", "d.0", "e.0") if stage == "run_queued" else ("c.0",):
+        ready(core, name)
     before = pools_of(core)
-    (victim,) = before[stage]
+    victim, *others = before[stage]
     assert [type(one) for one in cancelled(core, victim)] == [c.CancelTrajectory]
-    assert pools_of(core) == before | {stage: []}, "no other attempt has its place"
-    assert not waits(core, "a place in RUN")
+    assert pools_of(core) == before | {stage: others}, "no other attempt has its place"
     core.check()
     following = ended(core, victim, StopReason.CANCELLED)
     starts = {"init": c.StartInit, "run_queued": c.StartInit, "eval": c.StartEval}
@@ -250,14 +222,15 @@ def test_a_cancelled_attempt_keeps_the_place_of_its_own_pool(stage: str) -> None
 
 def test_an_environment_that_dies_while_it_waits_frees_its_place() -> None:
     core = served({"init": 1, "run": 1, "eval": 1})
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d"):
         submit(core, name)
-    ready(core, "a.0")
-    ready(core, "b.0")
+    for name in ("a.0", "b.0", "c.0"):
+        ready(core, name)
+    assert pools_of(core)["init"] == []
     commands = core.handle(
         0.0, e.TrajectoryEnded(**key("b.0"), stop_reason=StopReason.ENV_ERROR, error="it died")
     )
-    assert pools_of(core)["init"] == ["c.0"]
+    assert pools_of(core)["init"] == ["d.0"]
     assert any(isinstance(one, c.StartInit) for one in commands)
     core.check()
 
@@ -290,7 +263,8 @@ def test_a_run_fills_each_pool_and_never_exceeds_one(mode: str, running: str) ->
         world.step()
         pools = world.core.state.pools
         most = {stage: max(count, len(getattr(pools, stage))) for stage, count in most.items()}
-        assert len(pools.init) + len(pools.run_queued) <= sizes["init"]
+        assert len(pools.init) <= sizes["init"]
+        assert len(pools.init) + len(pools.run_queued) <= STARTED * sizes["init"]
         assert len(pools.run) <= sizes["run"]
         assert len(pools.eval) <= sizes["eval"]
     assert world.finish.error == ""

@@ -3,9 +3,8 @@ cancelled, retried, ended. Each of the three stages has a pool of places (ProRL 
 `core/policy/places`), and a queue of attempts that wait for one.
 
 Invariant: an attempt holds a place of its stage from the command that starts the stage
-until the world reports that it is over, or that the environment is ready and the next
-stage has a place. A cancelled attempt keeps its place while it closes, so what the
-world holds never exceeds the places.
+until the world reports that it is over. A cancelled attempt keeps its place while it
+closes, so what the world holds never exceeds the places.
 """
 
 from rollweave.core import attempts, continuation

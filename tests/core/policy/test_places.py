@@ -25,7 +25,8 @@ def greatest(places: Places, taken: Taken, stage: str) -> int:
     while True:
         now = taken._replace(**{stage: getattr(taken, stage) + count + 1})
         broken = {
-            "init": now.init + now.ready > places.init
+            "init": now.init > places.init
+            or now.init + now.ready > 2 * places.init
             or now.init + now.ready + now.run > places.alive
             or now.rolled_out >= BACKLOG * places.run + max(0, places.eval - now.eval),
             "run": now.run > places.run,
@@ -70,5 +71,5 @@ def test_in_mode_decoupled_every_started_environment_has_a_place_of_run() -> Non
     sizes = {"init": 4, "run": 6, "eval": 2}
     bounded = RolloutConfig.model_validate({"mode": "bounded", "max_running": sizes})
     decoupled = RolloutConfig.model_validate({"mode": "decoupled", "max_running": sizes})
-    assert bounded.places == Places(init=4, run=6, eval=2, alive=10)
+    assert bounded.places == Places(init=4, run=6, eval=2, alive=14)
     assert decoupled.places == Places(init=4, run=6, eval=2, alive=6)

@@ -1,9 +1,10 @@
 """Decide how many attempts may enter the stages INIT, RUN and EVAL (ProRL §3.3.1).
 
 Each stage has a pool of places. An attempt whose environment is ready waits for RUN
-with its environment, and keeps its place of INIT until then: otherwise environments
-would be started without bound while RUN is full. So there are never more environments
-than `Places.alive`.
+with its environment. INIT starts no more when twice as many environments as it has
+places are starting or waiting: more of them would take memory and grow stale while RUN
+is full, and with fewer INIT would stand still whenever RUN is full for a moment. So
+there are never more environments than `Places.alive`.
 
 Nothing that an attempt in RUN waits for needs another attempt to enter RUN, with one
 exception: in mode decoupled, an engine loads the weights that attempts in RUN wait for
@@ -13,7 +14,7 @@ places of RUN, so that every attempt that is launched has one.
 
 from typing import NamedTuple
 
-from rollweave.schema.config.rollout import Places
+from rollweave.schema.config.rollout import STARTED, Places
 
 BACKLOG = 7
 """Number of rolled-out attempts for each place of RUN that may wait for EVAL before no
@@ -22,9 +23,8 @@ further attempt is started.
 
 
 class Taken(NamedTuple):
-    """The number of attempts that hold a place of INIT while they start (`init`) or
-    wait for RUN (`ready`), that hold one of RUN, that wait for EVAL without a place
-    (`rolled_out`), and that hold one of EVAL.
+    """The number of attempts that hold a place of INIT, wait for RUN with a ready
+    environment, hold a place of RUN, wait for EVAL, and hold a place of EVAL.
     """
 
     init: int
@@ -43,7 +43,8 @@ def room_in_init(places: Places, taken: Taken) -> int:
     """Return how many attempts may enter INIT now."""
     if is_backlogged(places, taken):
         return 0
-    return max(0, min(places.init - taken.init - taken.ready, places.alive - taken.alive))
+    started = STARTED * places.init - taken.init - taken.ready
+    return max(0, min(places.init - taken.init, started, places.alive - taken.alive))
 
 
 def room_in_run(places: Places, taken: Taken) -> int:

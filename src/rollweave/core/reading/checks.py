@@ -24,6 +24,7 @@ from rollweave.core.state import (
     TrainerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed
+from rollweave.schema.config.rollout import STARTED
 from rollweave.schema.work import Purpose
 
 
@@ -227,7 +228,8 @@ def _check_bounds(run: Run) -> None:
     waits so.
     """
     places, taken, pools = run.places, attempts.taken(run), run.state.pools
-    assert taken.init + taken.ready <= places.init, f"INIT: {taken} of {places}"
+    assert taken.init <= places.init, f"INIT: {taken} of {places}"
+    assert taken.init + taken.ready <= STARTED * places.init, f"ready: {taken} of {places}"
     assert taken.run <= places.run, f"RUN: {taken} of {places}"
     assert taken.eval <= places.eval, f"EVAL: {taken} of {places}"
     assert taken.alive <= places.alive, f"environments: {taken} of {places}"

@@ -133,6 +133,12 @@ class ModeName(enum.StrEnum):
     DECOUPLED = "decoupled"
 
 
+STARTED = 2
+"""Maximum number of environments for each place of INIT that are starting, or wait for
+RUN.
+"""
+
+
 class Places(NamedTuple):
     """The number of attempts that may be in INIT, RUN and EVAL, and the number of
     environments that may be alive.
@@ -190,10 +196,10 @@ class RolloutConfig(Section):
         64,
         description="Maximum number of trajectories whose environments are alive at once, and of "
         "rewards that are computed at once; or, as { init = 32, run = 256, eval = 32 }, of "
-        "environments that start, of trajectories that roll out, and of rewards (ProRL §3.3.1). An "
-        "environment that has started keeps its place of init until run has one. In mode decoupled "
-        "run bounds init, too, and an engine has at most its share of run, and at most twice its "
-        "slots.",
+        "environments that start, of trajectories that roll out, and of rewards (ProRL §3.3.1). At "
+        "most twice init environments are starting, or ready and waiting for a place of run. In "
+        "mode decoupled run bounds them, too, and an engine has at most its share of run, and at "
+        "most twice its slots.",
     )
     temperature: Annotated[Positive, WARM] = Field(
         1.0, description="Sampling temperature in training."
@@ -226,7 +232,7 @@ class RolloutConfig(Section):
             return Places(*[self.max_running] * 4)
         init, run = self.max_running["init"], self.max_running["run"]
         # an engine of mode decoupled keeps its weights until what it launched is over
-        alive = run if self.mode is ModeName.DECOUPLED else init + run
+        alive = run if self.mode is ModeName.DECOUPLED else STARTED * init + run
         return Places(init=init, run=run, eval=self.max_running["eval"], alive=alive)
 
 
