@@ -3,6 +3,7 @@ and batches of a NeMo-RL client.
 """
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -235,7 +236,13 @@ def result_of(member: MemberStatus, **params: Any) -> dict[str, Any]:
 
 
 def test_a_result_has_the_form_that_clients_read() -> None:
-    member = ended(StopReason.FINISHED, reward=0.5, result='{"git_patch": "+x"}')
+    tool = {"type": "function", "function": {"name": "look"}}
+    member = ended(
+        StopReason.FINISHED,
+        reward=0.5,
+        result='{"git_patch": "+x"}',
+        tools=(json.dumps(tool),),
+    )
     said: dict[str, Any] = {"role": "assistant", "content": "DEF", "tool_calls": []}
     sampled: dict[str, Any] = {"token_ids": (103, 104, 105), "input_ids": (100, 101, 102)}
     sampled["logprobs"] = (-4.0, -5.0, -5.0)
@@ -248,7 +255,7 @@ def test_a_result_has_the_form_that_clients_read() -> None:
         "error": None,
         "finish": True,
         "messages": [*user[:2], said | sampled, user[2]],
-        "tools": [],
+        "tools": [tool],
         "end_properly": True,
         "resolved": True,
         "reward": 0.5,

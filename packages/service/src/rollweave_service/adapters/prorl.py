@@ -285,7 +285,9 @@ class ProRL:
             "messages": self._messages(
                 trajectory, tokens=bool(body.sampling_params.get("token_level_generation", True))
             ),
-            "tools": [],
+            "tools": [msgspec.json.decode(tool) for tool in trajectory.tools]
+            if trajectory is not None
+            else [],
             "end_properly": reward is not None,
             "resolved": resolved,
             "reward": reward,
