@@ -132,8 +132,10 @@ class Images:
         *,
         clock: Callable[[], float],
         exchange: RemoteExchange | None = None,
+        run_id: str = "",
     ) -> None:
         self._config, self._clock, self._exchange = config, clock, exchange
+        self._run_id = run_id
         self._here = Path.cwd()
         self._supply: ImageSupply | None = None
 
@@ -171,7 +173,12 @@ class Images:
                     f"{error.strerror or error}"
                 ) from error
             self._supply = ImageSupply(
-                cache, mirror=mirror, exchange=exchange, clock=self._clock, here=self._here
+                cache,
+                mirror=mirror,
+                exchange=exchange,
+                clock=self._clock,
+                here=self._here,
+                run=self._run_id,
             )
         return self._supply
 
@@ -194,7 +201,7 @@ class Episodes:
         Raises ConfigError for a reward whose function or token is missing.
         """
         self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
-        self._images = images or Images(config.sandbox, clock=clock.now)
+        self._images = images or Images(config.sandbox, clock=clock.now, run_id=run_id)
         self._sandboxes = Sandboxes(
             config.sandbox.backend, warm=config.sandbox.warm, images=self._images
         )

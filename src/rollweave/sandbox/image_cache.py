@@ -69,6 +69,8 @@ class Reference:
     @property
     def mode(self) -> Mode:
         """The condition for reusing the image of the recipe."""
+        if self.recipe is not None and self.recipe.rebuild:
+            return "scratch"
         return "lock" if self.recipe is not None and self.recipe.lock else "versioned"
 
     def paths(self) -> Iterator[Path]:

@@ -39,7 +39,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
         outbox.send(encode(message))
 
     exchange = RemoteExchange(report, host=spec.host, address=spec.address)
-    images = Images(config.sandbox, clock=clock.now, exchange=exchange)
+    images = Images(config.sandbox, clock=clock.now, exchange=exchange, run_id=spec.run_id)
     source = TaskSource(config, logs=Path(spec.logs))
     episodes = Episodes(
         config,
