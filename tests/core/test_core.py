@@ -124,6 +124,7 @@ class Drawn:
     scheduling: str = "trajectory"
     slots: int = 1
     allocation: bool = True
+    running: str = "one"
 
 
 REWARDS_WAIT = Drawn(
@@ -175,6 +176,7 @@ RECEIVED = Drawn(
         scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
         slots=st.sampled_from([1, 3]),
         allocation=st.booleans(),
+        running=st.sampled_from(sorted(core.POOLS)),
     )
 )
 def test_any_world_ends_accounted_for(drawn: Drawn) -> None:
@@ -186,6 +188,7 @@ def test_any_world_ends_accounted_for(drawn: Drawn) -> None:
             "spare_groups": drawn.spare_groups,
             "spare_members": drawn.spare_members,
             "dynamic_sampling": drawn.dynamic,
+            "max_running": core.POOLS[drawn.running],
             "without": ["free_stepping", "reward_overlap"] if batch else [],
             **core.SCHEDULINGS[drawn.scheduling],
         },
@@ -300,14 +303,15 @@ def test_a_replayed_journal_gives_identical_commands(
     kills=st.lists(st.integers(5, 300), min_size=1, max_size=3),
     scheduling=st.sampled_from(sorted(core.SCHEDULINGS)),
     allocation=st.booleans(),
+    running=st.sampled_from(sorted(core.POOLS)),
 )
 def test_the_controller_may_be_lost_at_any_event(
-    seed: int, mode: str, kills: list[int], scheduling: str, allocation: bool
+    seed: int, mode: str, kills: list[int], scheduling: str, allocation: bool, running: str
 ) -> None:
     run_config = core.config(
         mode,
         eval={"every": 2},
-        rollout=core.SCHEDULINGS[scheduling],
+        rollout={**core.SCHEDULINGS[scheduling], "max_running": core.POOLS[running]},
         allocation=core.ALLOCATION if allocation else None,
     )
     world = World(run_config, seed, failure=0.01)

@@ -16,11 +16,11 @@ import pytest
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
-from rollweave.envs.handlers.base import Agent, Job, LimitError
+from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.record.store import TrajectoryStore
 from rollweave.rollout import driver
-from rollweave.rollout.chat.codec import AgentConfig
+from rollweave.rollout.chat.codec import AgentConfig, ChatCodec
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
 from rollweave.sandbox.base import Backend, SandboxSpec
@@ -617,6 +617,26 @@ async def test_refuses_invalid_chat_arguments(
     over = await harness(Played(on_run=run)).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert rule in over.error
+
+
+async def test_a_record_has_the_tools_that_the_agent_was_shown_last(
+    harness: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatCodec, "shows_tools", True)
+    tools = [
+        Tool(name=name, description="", parameters={"type": "object"}, call=raising(ValueError()))
+        for name in ("look", "go")
+    ]
+
+    async def run(agent: Agent) -> None:
+        await agent.chat([GO], tools=tools[:1])
+        await agent.chat([GO], tools=tools)
+
+    stage_ = harness(Played(on_run=run))
+    await stage_.scored()
+    (trajectory,) = stage_.store.get([TRAJECTORY])
+    shown = [json.loads(tool)["function"]["name"] for tool in trajectory.tools]
+    assert shown == ["look", "go"]
 
 
 async def test_a_handler_must_ask_the_agent(harness: Play) -> None:

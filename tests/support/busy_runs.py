@@ -101,7 +101,7 @@ def write_status(run: RunDir, *, pid: int, age_s: float = 0.0, ended: bool = Fal
         phase="running",
         step=12,
         steps=40,
-        attempts={"queued": 4, "starting": 0, "running": 16, "awaiting reward": 0, "ending": 0},
+        attempts={"queued": 4, "starting": 0, "running": 16, "in evaluation": 0, "ending": 0},
         buffered=3,
         wanted=4,
         version=12,

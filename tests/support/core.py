@@ -31,6 +31,15 @@ SCHEDULINGS: dict[str, dict[str, object]] = {
 """Settings of [rollout], and policies among `ablation.changes`, for `config`."""
 
 
+POOLS: dict[str, int | dict[str, int]] = {
+    "one": 8,
+    "least": {"init": 1, "run": 1, "eval": 1},
+    "slow rewards": {"init": 3, "run": 5, "eval": 1},
+    "slow environments": {"init": 6, "run": 2, "eval": 3},
+    "slow starts": {"init": 1, "run": 7, "eval": 7},
+}
+"""Values of `rollout.max_running`: one pool, and pools of INIT, RUN and EVAL."""
+
 ALLOCATION = {"budget": 5}
 
 

@@ -1,5 +1,6 @@
 """Bench `service`: the cost of HTTP beside calls to the same pipeline in the same
-process, the number of concurrent rollouts, and the value of its parts (`ablations`).
+process, the number of concurrent rollouts, and the value of its parts (`ablations`) and
+of pools of their own sizes (`pools`).
 
 For the cost of HTTP there are one service, one embedded engine, and the frozen lake.
 Rounds of equal rollouts alternate between the service's object and a client in another
@@ -22,6 +23,7 @@ from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import trained
 from packages.service.benchmarks.ablations import ablations, figures_of
+from packages.service.benchmarks.pools import pool_figures, pool_rounds
 from packages.service.benchmarks.running import Running
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
@@ -40,7 +42,8 @@ class ServicePlan(Struct, frozen=True, kw_only=True):
     """Extent of the bench: a round has `jobs` rollouts, `CONCURRENT` of them at once,
     and `alone` rollouts one after the other. `held` run at once (ProRL's users run that
     many containers on a node), in environments whose steps take `held_step_s` in the
-    median. The ablations have rounds of steps.
+    median. The ablations have rounds of steps, and that of the pools has rounds of
+    `pool_jobs` rollouts.
     """
 
     rounds: int
@@ -50,6 +53,8 @@ class ServicePlan(Struct, frozen=True, kw_only=True):
     held_step_s: float
     ablation_rounds: int
     ablation_steps: int
+    pool_rounds: int
+    pool_jobs: int
 
 
 FULL = ServicePlan(
@@ -60,6 +65,8 @@ FULL = ServicePlan(
     held_step_s=3.0,
     ablation_rounds=7,
     ablation_steps=4,
+    pool_rounds=5,
+    pool_jobs=80,
 )
 QUICK = ServicePlan(
     rounds=1,
@@ -69,12 +76,15 @@ QUICK = ServicePlan(
     held_step_s=0.4,
     ablation_rounds=1,
     ablation_steps=1,
+    pool_rounds=1,
+    pool_jobs=6,
 )
 
 
 def bench_service(*, quick: bool, progress: Progress) -> Result:
     """Return the figures of HTTP: `jobs_per_s`, `jobs_per_s_in_process`,
-    `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those of `ablations`.
+    `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those of `ablations` and of
+    `pools`.
     """
     plan = QUICK if quick else FULL
     conditions: dict[str, Any] = {
@@ -96,6 +106,14 @@ def bench_service(*, quick: bool, progress: Progress) -> Result:
             progress=progress,
         )
         figures |= figures_of(rounds, conditions)
+        stages = pool_rounds(
+            model,
+            scratch / "pools",
+            rounds=plan.pool_rounds,
+            jobs=plan.pool_jobs,
+            progress=progress,
+        )
+        figures |= pool_figures(stages, conditions)
     return Result(bench="service", figures=figures, conditions=conditions)
 
 
@@ -155,7 +173,9 @@ def _model(directory: Path) -> Path:
     steps.
     """
     made = _config(directory, directory).model_dump(mode="json", exclude_none=True)
-    made["tasks"].append({"env": "packages.service.benchmarks.bash_env:BashEnv", "tag": "bash"})
+    for env in ("bash_env:BashEnv", "staged_env:StagedEnv"):
+        tag = env.partition(":")[0]
+        made["tasks"].append({"env": f"packages.service.benchmarks.{env}", "tag": tag})
     made["run"] |= {"name": "model", "steps": 0}
     made |= {"model": {"scratch": {"hidden": 32, "layers": 1}}, "eval": {"final_episodes": 0}}
     run, _ = trained(RunConfig.model_validate(made))

@@ -5,6 +5,7 @@ differ in one property, ratios by rounds.
 import asyncio
 import json
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import Child
+from packages.service.benchmarks import pools
 from packages.service.benchmarks.ablations import JOBS, WANTED, Round, Trainer, Variant, figures_of
 from packages.service.benchmarks.bash_env import (
     COMMANDS,
@@ -24,6 +26,7 @@ from packages.service.benchmarks.bash_env import (
 )
 from packages.service.benchmarks.bench import added
 from packages.service.benchmarks.slot_engines import KEY_TOKENS, Slots, engine_index, turn_tokens
+from packages.service.benchmarks.staged_env import seconds
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.schema import work
@@ -253,6 +256,41 @@ def test_ratios_are_medians_of_rounds_and_a_missing_one_has_a_reason() -> None:
     assert figures["ablation_ratio"] == pytest.approx(4.0)
     assert figures["ablation_ratio_bash"] is figures["jobs_per_s_no_bash"] is None
     assert "tmux is not installed" in conditions["ablation_ratio_bash"]
+
+
+@pytest.mark.parametrize("workload", pools.WORKLOADS.values(), ids=pools.WORKLOADS.keys())
+def test_pools_of_their_own_sizes_have_the_places_of_one_number(workload: pools.Workload) -> None:
+    sizes = workload.sizes
+    assert sum(sizes.values()) == pools.PLACES
+    assert min(sizes.values()) >= 1
+    assert (sizes["init"] > sizes["eval"]) == (workload.init_s > workload.eval_s)
+
+
+def test_the_ratio_of_three_pools_to_one_is_a_median_of_rounds() -> None:
+    seconds = {pools.ONE: (10.0, 20.0, 10.0), pools.THREE: (5.0, 5.0, 10.0)}
+    rounds = {
+        (name, variant): [
+            pools.PoolRound(seconds=s, jobs=20, most={"init": 1, "run": 2, "eval": n})
+            for n, s in enumerate(seconds[variant])
+        ]
+        for name in pools.WORKLOADS
+        for variant in seconds
+    }
+    conditions: dict[str, Any] = {}
+    figures = pools.pool_figures(rounds, conditions)
+    assert figures["pools_per_s_slow_both_one"] == 2.0
+    assert figures["pools_per_s_slow_both_three"] == 4.0
+    assert figures["pools_ratio_slow_both"] == 2.0
+    assert conditions["pools_most_slow_init_one"] == {"init": 1, "run": 2, "eval": 2}
+    assert "48 places: one, max_running = 24" in conditions["pools"]
+
+
+def test_a_staged_environment_takes_as_long_as_its_task_says() -> None:
+    payloads = [{"number": n, "init_s": 2.0, "eval_s": 0.5} for n in range(400)]
+    for stage, median in (("init", 2.0), ("eval", 0.5)):
+        times = [seconds(payload, stage) for payload in payloads]
+        assert statistics.median(times) == pytest.approx(median, rel=0.1)
+        assert times == [seconds(payload, stage) for payload in payloads]
 
 
 @given(

@@ -68,7 +68,7 @@ async def _rescore_all(
 ) -> Counter[str]:
     """Write scores as they are obtained; return the errors of all others."""
     errors: Counter[str] = Counter()
-    slots = asyncio.Semaphore(config.rollout.max_running)
+    slots = asyncio.Semaphore(config.rollout.places.eval)
     with TrajectoryStore(directory) as store:
 
         async def one(entry: StoredAttempt, trajectory: Trajectory) -> None:

@@ -3,7 +3,7 @@
 Everything else in the core stands above this module. It touches the state and the
 indices, and it emits commands; it decides nothing. The attempt's stages:
 
-    QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED → ENDED (only if dropped)
+    QUEUED → INIT → RUN_QUEUED → RUN → EVAL_QUEUED → EVAL → SCORED → ENDED (if dropped)
       ↑      any of these → CLOSING (while the world stops it) → OVER
       └────────────── OVER, if the trajectory is tried again; else → ENDED
 
@@ -11,8 +11,11 @@ indices, and it emits commands; it decides nothing. The attempt's stages:
 consequences, within the same event.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
+from rollweave.core.policy.places import Taken
 from rollweave.core.run import AttemptOver, Run, TurnMove
 from rollweave.core.state import (
     Engine,
@@ -32,7 +35,8 @@ from rollweave.schema.work import StopReason
 
 LEGAL: Mapping[Stage, frozenset[Stage]] = {
     Stage.QUEUED: frozenset({Stage.INIT, Stage.OVER}),
-    Stage.INIT: frozenset({Stage.RUN, Stage.EVAL_QUEUED, Stage.CLOSING, Stage.OVER}),
+    Stage.INIT: frozenset({Stage.RUN_QUEUED, Stage.EVAL_QUEUED, Stage.CLOSING, Stage.OVER}),
+    Stage.RUN_QUEUED: frozenset({Stage.RUN, Stage.EVAL_QUEUED, Stage.CLOSING, Stage.OVER}),
     Stage.RUN: frozenset({Stage.EVAL_QUEUED, Stage.CLOSING, Stage.OVER}),
     Stage.EVAL_QUEUED: frozenset({Stage.EVAL, Stage.OVER}),
     Stage.EVAL: frozenset({Stage.SCORED, Stage.CLOSING, Stage.OVER}),
@@ -46,13 +50,15 @@ LEGAL: Mapping[Stage, frozenset[Stage]] = {
 """Legal transitions between the stages of an attempt."""
 
 
-def index_of(state: State, stage: Stage) -> dict[TrajectoryId, None] | None:
+def index_of(state: State, stage: Stage) -> dict[TrajectoryId, Any] | None:
     """The index of the trajectories in this stage; None if the stage has no index."""
     match stage:
         case Stage.QUEUED:
             return state.pools.queued
         case Stage.INIT:
             return state.pools.init
+        case Stage.RUN_QUEUED:
+            return state.pools.run_queued
         case Stage.RUN:
             return state.pools.run
         case Stage.EVAL_QUEUED:
@@ -63,6 +69,21 @@ def index_of(state: State, stage: Stage) -> dict[TrajectoryId, None] | None:
             return state.pools.closing
         case Stage.OVER | Stage.SCORED | Stage.ENDED:
             return None
+
+
+def taken(run: Run) -> Taken:
+    """The places that attempts hold. A cancelled attempt holds its place until the
+    world has stopped it.
+    """
+    pools = run.state.pools
+    closing = Counter(pools.closing.values())
+    return Taken(
+        init=len(pools.init) + closing[Stage.INIT],
+        ready=len(pools.run_queued) + closing[Stage.RUN_QUEUED],
+        run=len(pools.run) + closing[Stage.RUN],
+        rolled_out=len(pools.eval_queued),
+        eval=len(pools.eval) + closing[Stage.EVAL],
+    )
 
 
 def find(run: Run, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | None:
@@ -87,7 +108,7 @@ def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
     if before is not None:
         before.pop(trajectory.id, None)
     if after is not None:
-        after[trajectory.id] = None
+        after[trajectory.id] = trajectory.stage if stage is Stage.CLOSING else None
     trajectory.stage = stage
     trajectory.since = run.now
     run.follow(stage, trajectory)

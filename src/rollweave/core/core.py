@@ -32,7 +32,8 @@ What happens in `handle` (`core/kernel`), in this order:
 The records, and their life:
 
   group       drawn → active → (comparing) → buffered → taken → trained → covered
-  attempt     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED (`attempts.LEGAL`)
+  attempt     QUEUED → INIT → RUN_QUEUED → RUN → EVAL_QUEUED → EVAL → SCORED
+              (`attempts.LEGAL`; a queue is left at once if its stage has a place)
   turn        requested → queued → on an engine → done, or held while KV moves
   engine      STARTING → STALE → LOADING → SERVING → SUSPENDING → LOADING → …
               (`engines.LEGAL`; a STALE engine has no weights that it may serve)

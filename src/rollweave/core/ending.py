@@ -111,8 +111,8 @@ def _drain(run: Run) -> None:
 
 
 def _in_flight(run: Run) -> bool:
-    state = run.state
-    return bool(state.pools.init or state.pools.run or state.pools.eval or state.pools.closing)
+    pools = run.state.pools
+    return bool(pools.init or pools.run_queued or pools.run or pools.eval or pools.closing)
 
 
 def _skips_final_eval(run: Run) -> bool:

@@ -158,7 +158,7 @@ def advance(run: Run) -> None:
         if not met or (met != with_weights and not run.pacing.evaluates_on_one_engine):
             return
         evaluation.started = True
-    while evaluation.to_draw and len(evaluation.pending) < run.config.rollout.max_running:
+    while evaluation.to_draw and len(evaluation.pending) < run.places.alive:
         name, index = evaluation.to_draw.pop()
         evaluation.pending[groups.draw(run, name, index, Purpose.EVAL).id] = None
     owed = state.trainer.save_pending and state.trainer.step == evaluation.version

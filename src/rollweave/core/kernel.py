@@ -181,6 +181,7 @@ STEPS: tuple[tuple[str, Step | None], ...] = (
     ("evaluate", evaluation.advance),
     ("place processes", None),
     ("launch groups", groups.launch),
+    ("start runs", trajectories.start_runs),
     ("start attempts", trajectories.start_inits),
     ("start rewards", trajectories.start_evals),
     ("dispatch turns", dispatching.dispatch),

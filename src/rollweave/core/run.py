@@ -378,6 +378,7 @@ class Run:
             config.rollout.alpha,
             early_updates="early_updates" not in config.ablation.without,
         )
+        self.places = config.rollout.places
         self.scheduling: Scheduling = scheduling(config.rollout, config.ablation)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]

@@ -155,7 +155,8 @@ def _is_stranded(run: Run) -> bool:
     ready in the time that its start may take.
     """
     state, pools = run.state, run.state.pools
-    if len(pools.queued) + len(pools.init) + len(pools.run) < len(state.trajectories):
+    stages = (pools.queued, pools.init, pools.run_queued, pools.run)
+    if sum(map(len, stages)) < len(state.trajectories):
         return False
     since = state.service.no_engine_since
     return not state.engines or (

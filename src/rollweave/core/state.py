@@ -22,6 +22,7 @@ class Stage(enum.StrEnum):
 
     QUEUED = "queued"  # waits for an INIT slot
     INIT = "init"
+    RUN_QUEUED = "run_queued"  # its environment is ready, waits for a RUN slot
     RUN = "run"
     EVAL_QUEUED = "eval_queued"  # rolled out, environment freed, waits for an EVAL slot
     EVAL = "eval"
@@ -31,7 +32,7 @@ class Stage(enum.StrEnum):
     ENDED = "ended"
 
 
-ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
+ALIVE = (Stage.INIT, Stage.RUN_QUEUED, Stage.RUN, Stage.EVAL, Stage.CLOSING)
 """Stages in which the world holds something for the attempt."""
 
 
@@ -404,10 +405,11 @@ class Pools(msgspec.Struct):
 
     queued: dict[TrajectoryId, None] = {}
     init: dict[TrajectoryId, None] = {}
+    run_queued: dict[TrajectoryId, None] = {}
     run: dict[TrajectoryId, None] = {}
     eval_queued: dict[TrajectoryId, None] = {}
     eval: dict[TrajectoryId, None] = {}
-    closing: dict[TrajectoryId, None] = {}
+    closing: dict[TrajectoryId, Stage] = {}  # → the stage in which it was cancelled
 
 
 class Turns(msgspec.Struct):

@@ -1,14 +1,16 @@
 """The life of a trajectory: queued → INIT → RUN → EVAL (its reward) → scored; or
-cancelled, retried, ended. Each of the three stages has a bounded number of slots.
+cancelled, retried, ended. Each of the three stages has a pool of places (ProRL §3.3.1,
+`core/policy/places`), and a queue of attempts that wait for one.
 
-Invariant: an attempt holds a slot of its stage from the command that starts the stage
-until the world reports that it is over. A cancelled attempt keeps its slot while it
-closes, so what the world holds never exceeds the slots.
+Invariant: an attempt holds a place of its stage from the command that starts the stage
+until the world reports that it is over. A cancelled attempt keeps its place while it
+closes, so what the world holds never exceeds the places.
 """
 
 from rollweave.core import attempts, continuation
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.modes import staleness
+from rollweave.core.policy.places import is_backlogged, room_in_eval, room_in_init, room_in_run
 from rollweave.core.policy.retry import DETERMINISTIC, MAX_WORLDS_LOST, is_broken
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Failure, Stage, Trajectory
@@ -24,6 +26,9 @@ from rollweave.schema.events import (
 from rollweave.schema.text import failure_kind
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
+ROLLED_OUT = (Stage.INIT, Stage.RUN_QUEUED, Stage.RUN, Stage.CLOSING)
+"""Stages that the end of the environment ends."""
+
 # Events.
 
 
@@ -31,9 +36,9 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage is Stage.INIT:
         trajectory.prompt_tokens = trajectory.context_tokens = event.prompt_tokens
-        move(run, trajectory, Stage.RUN)
+        move(run, trajectory, Stage.RUN_QUEUED)
         _learn_passed(run, trajectory, Stage.INIT)
-        run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
+        start_runs(run)
 
 
 def on_delayed(run: Run, event: AttemptDelayed) -> None:
@@ -44,7 +49,7 @@ def on_delayed(run: Run, event: AttemptDelayed) -> None:
 
 def on_ended(run: Run, event: TrajectoryEnded) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
-    if trajectory is None or trajectory.stage not in (Stage.INIT, Stage.RUN, Stage.CLOSING):
+    if trajectory is None or trajectory.stage not in ROLLED_OUT:
         return
     release_turn(run, trajectory)
     trajectory.tokens = event.tokens
@@ -115,7 +120,7 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
     state = run.state
     group = state.groups[trajectory.group_id]
     stats = run.domain_of(trajectory)
-    known = trajectory.stage in stats.passed or trajectory.stage is Stage.CLOSING
+    known = trajectory.stage in stats.passed or trajectory.stage not in _PASSED
     if known or reason not in DETERMINISTIC or group.purpose is Purpose.SERVE:
         return
     assert group.task is not None, "its attempt was begun"
@@ -127,7 +132,7 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
     pools = state.pools
     under_way = sum(
         id not in alike and state.groups[state.trajectories[id].group_id].name == group.name
-        for id in (*pools.init, *pools.run, *pools.eval_queued, *pools.eval)
+        for id in (*pools.init, *pools.run_queued, *pools.run, *pools.eval_queued, *pools.eval)
     )
     tasks = len(set(alike.values()))
     if is_broken(tasks=tasks, failed=len(alike), under_way=under_way):
@@ -218,17 +223,11 @@ def finish(run: Run, trajectory: Trajectory) -> None:
 
 
 def start_inits(run: Run) -> None:
-    """Start as many attempts as the stage INIT has slots for and the limit on living
-    environments allows.
-
-    Episodes of evaluations go first.
-    """
-    state, pools, rollout = run.state, run.state.pools, run.config.rollout
-    while (
-        run.serving_version() is not None
-        and pools.queued
-        and len(pools.init) + len(pools.run) + len(pools.closing) < rollout.max_running
-    ):
+    """Start as many attempts as may enter INIT. Episodes of evaluations go first."""
+    state, pools = run.state, run.state.pools
+    if not pools.queued or run.serving_version() is None:
+        return
+    for _ in range(room_in_init(run.places, attempts.taken(run))):
         first = _first_to_start(run)
         if first is None:
             return
@@ -270,6 +269,20 @@ def start_inits(run: Run) -> None:
         )
 
 
+def start_runs(run: Run) -> None:
+    """Let as many attempts whose environment is ready enter RUN as it has places for.
+    Episodes of evaluations go first.
+    """
+    waiting = run.state.pools.run_queued
+    room = room_in_run(run.places, attempts.taken(run)) if waiting else 0
+    if not room:
+        return
+    for trajectory_id in sorted(waiting, key=lambda one: not _is_episode(run, one))[:room]:
+        trajectory = run.state.trajectories[trajectory_id]
+        move(run, trajectory, Stage.RUN)
+        run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
+
+
 def may_start(run: Run) -> bool:
     """True if a trajectory in the queue could start, given a place."""
     return run.serving_version() is not None and _first_to_start(run) is not None
@@ -306,17 +319,23 @@ def _is_episode(run: Run, trajectory_id: TrajectoryId) -> bool:
 
 
 def start_evals(run: Run) -> None:
-    """Start as many rewards as the stage EVAL has slots for.
+    """Start as many rewards as EVAL has places for.
 
     Without `reward_overlap`, they wait until no environment is running, and none can
     start.
     """
-    state, rollout = run.state, run.config.rollout
+    state, pools = run.state, run.state.pools
+    if not pools.eval_queued:
+        return
+    taken = attempts.taken(run)
     if "reward_overlap" in run.config.ablation.without and (
-        state.pools.init or state.pools.run or _first_to_start(run) is not None
+        pools.init
+        or pools.run_queued
+        or pools.run
+        or (not is_backlogged(run.places, taken) and _first_to_start(run) is not None)
     ):
         return
-    while state.pools.eval_queued and len(state.pools.eval) < rollout.max_running:
-        trajectory = state.trajectories[next(iter(state.pools.eval_queued))]
+    for trajectory_id in list(pools.eval_queued)[: room_in_eval(run.places, taken)]:
+        trajectory = state.trajectories[trajectory_id]
         move(run, trajectory, Stage.EVAL)
         run.emit(StartEval(trajectory_id=trajectory.id, attempt=trajectory.attempt))

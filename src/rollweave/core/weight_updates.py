@@ -215,7 +215,8 @@ def _can_stage(run: Run, engine: Engine, publication_id: int) -> bool:
 
 def _has_work(run: Run) -> bool:
     """True if there are trajectories whose turns can hide a transfer."""
-    return bool(run.state.pools.init or run.state.pools.run)
+    pools = run.state.pools
+    return bool(pools.init or pools.run_queued or pools.run)
 
 
 def _stages(run: Run, engine: Engine, target: int | None) -> bool:

@@ -105,6 +105,7 @@ class HandlerEpisode:
         self._engine = ""
         self.turns = self.prompt_tokens = 0
         self.conversation: tuple[Message, ...] = ()
+        self._tools: tuple[str, ...] = ()
         self.reward = 0.0
         self.result = ""
         self.stop_reason = StopReason.FINISHED
@@ -183,7 +184,7 @@ class HandlerEpisode:
             self._budget.env_s += self._clock() - self._working_since
             recording = gateway.close(session_id)
             self._sequences, self._ignored = recording.sequences, recording.ignored
-            self.conversation = session.conversation
+            self.conversation, self._tools = session.conversation, session.tools
         if self._stop is not None:  # the handler ignored it
             raise self._stop
         if not self._sequences and session.context_error:
@@ -249,6 +250,7 @@ class HandlerEpisode:
             record_of(self._command, reason, error),
             sequences=self._sequences,
             ignored=self._ignored,
+            tools=self._tools,
             engine=self._engine,
             timing=self._budget.timing(),
             result=self.result,

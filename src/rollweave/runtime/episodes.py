@@ -37,12 +37,16 @@ from rollweave.schema.work import Decoding, Purpose
 
 
 def image_opener(
-    config: SandboxConfig, *, clock: Callable[[], float], peers: Peers | None = None
+    config: SandboxConfig,
+    *,
+    clock: Callable[[], float],
+    peers: Peers | None = None,
+    run_id: str = "",
 ) -> Callable[[], Images]:
     """Return a function that opens the images of this process."""
     here = Path.cwd()
     return lambda: provider(config.backend).images(
-        config.mirror, clock=clock, here=here, peers=peers
+        config.mirror, clock=clock, here=here, peers=peers, run=run_id
     )
 
 
@@ -67,7 +71,7 @@ class Episodes:
         self._sandboxes = Sandboxes(
             config.sandbox.backend,
             warm=config.sandbox.warm,
-            images=image_opener(config.sandbox, clock=clock.now, peers=peers),
+            images=image_opener(config.sandbox, clock=clock.now, peers=peers, run_id=run_id),
         )
         self._tasks = {task.name: task for task in config.tasks}
         self._taught = {name for name in self._tasks if config.distills(name)}

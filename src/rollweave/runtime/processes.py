@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from rollweave.core.policy.places import most_rolled_out
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.servers.attached import ENGINE_TOKEN, holder_name, server_token
@@ -42,15 +43,10 @@ BACKSTOP = 2.0
 and gives its own reason.
 """
 
-WAITING_PER_SLOT = 8
-"""Number of rolled-out attempts that are remembered for each living environment: about
-the length that the queue of rewards may reach.
-"""
-
 
 def waiting_limit(config: RunConfig) -> int:
     """Return the `waiting_limit` of `rollout/worker.py`."""
-    return WAITING_PER_SLOT * config.rollout.max_running
+    return most_rolled_out(config.rollout.places)
 
 
 class Processes:

@@ -101,11 +101,17 @@ class Provider(Protocol):
         """
 
     def images(
-        self, mirror: str | None, *, clock: Callable[[], float], here: Path, peers: Peers | None
+        self,
+        mirror: str | None,
+        *,
+        clock: Callable[[], float],
+        here: Path,
+        peers: Peers | None,
+        run: str,
     ) -> Images:
-        """Open the images of this process. `mirror` is the setting `sandbox.mirror`.
-        Relative paths of images start at `here`; `peers` is None on the only host of a
-        run. Raises ImageError.
+        """Open the images of this process, for the run with the id `run`. `mirror` is
+        the setting `sandbox.mirror`. Relative paths of images start at `here`; `peers`
+        is None on the only host of a run. Raises ImageError.
         """
 
     def locate_image(self, digest: str, mirror: str | None) -> str:

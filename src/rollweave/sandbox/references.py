@@ -18,8 +18,8 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
 
 Mode = Literal["scratch", "versioned", "lock"]
-"""Condition for reusing an image that was built before. scratch: never; versioned: the
-same recipe, base and version of rollweave; lock: the same lock file.
+"""Condition for reusing an image that was built before. scratch: the same run;
+versioned: the same recipe, base and version of rollweave; lock: the same lock file.
 """
 
 SHOWN = 12
@@ -46,6 +46,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     """True if the commands have the host's network."""
     lock: str | None = None
     """The lock file that mode `lock` compares."""
+    rebuild: bool = False
+    """True if every run builds the image anew (mode `scratch`)."""
 
     def __post_init__(self) -> None:
         for step in self.copy:
@@ -86,6 +88,8 @@ class Reference:
     @property
     def mode(self) -> Mode:
         """The condition for reusing the image of the recipe."""
+        if self.recipe is not None and self.recipe.rebuild:
+            return "scratch"
         return "lock" if self.recipe is not None and self.recipe.lock else "versioned"
 
     def paths(self) -> Iterator[Path]:

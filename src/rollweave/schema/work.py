@@ -390,7 +390,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     `rewards` has the components of the reward, unweighted and by name, if the task
     domain has several. `ignored` are the fields of an agent program's requests that had
     no effect. `result` holds any further result of the handler, as JSON
-    (`envs/handlers/base.py`), or "".
+    (`envs/handlers/base.py`), or "". `tools` are the declarations of the tools that the
+    agent was shown last, each as JSON in the form of OpenAI's API.
     """
 
     id: TrajectoryId
@@ -409,6 +410,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     result: str = ""
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
+    tools: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):

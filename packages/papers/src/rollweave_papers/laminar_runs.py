@@ -418,7 +418,7 @@ def repacking(*, repack: bool, quick: bool, trainer: type[Sliced] = Sliced) -> R
 def _fewer(config: RunConfig) -> RunConfig:
     """Reduce prompts of a step, and trajectories of an engine, for a quick form."""
     rollout = config.rollout
-    running = max(1, rollout.max_running * QUICK_PROMPTS // rollout.groups_per_step)
+    running = max(1, rollout.places.run * QUICK_PROMPTS // rollout.groups_per_step)
     return config.model_copy(
         update={
             "rollout": rollout.model_copy(

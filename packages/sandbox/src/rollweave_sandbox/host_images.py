@@ -119,7 +119,13 @@ class HostImages:
     """Implements `Images` of Rollweave's `sandbox/provider.py`."""
 
     def __init__(
-        self, mirror: str | None, *, clock: Callable[[], float], here: Path, peers: Peers | None
+        self,
+        mirror: str | None,
+        *,
+        clock: Callable[[], float],
+        here: Path,
+        peers: Peers | None,
+        run: str,
     ) -> None:
         """Open the cache. Raises ImageError if it cannot be opened."""
         folder = cache_folder()
@@ -136,7 +142,7 @@ class HostImages:
                 f"{error.strerror or error}"
             ) from error
         self._supply = ImageSupply(
-            cache, mirror=mirror, exchange=self._exchange, clock=clock, here=here
+            cache, mirror=mirror, exchange=self._exchange, clock=clock, here=here, run=run
         )
 
     async def find(self, text: str) -> Lease | None:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollweave.core.policy.images import pause_s
 from rollweave.sandbox.base import Backend
-from rollweave.sandbox.references import Reference, parse_reference
+from rollweave.sandbox.references import Recipe, Reference, parse_reference
 from rollweave.schema.errors import ConfigError, ImageError, SandboxError
 from rollweave.schema.images import GrantImage, ImageWait
 from rollweave_sandbox.blobs import ROUTE, Blobs, Cancellation, Source, digest_of, read_text
@@ -103,11 +104,14 @@ class ImageSupply:
         exchange: ImageExchange | None = None,
         clock: Callable[[], float] = time.monotonic,
         here: Path | None = None,
+        run: str = "",
     ) -> None:
         """`mirror` is an http or https URL, or the absolute path of a directory, which
         receives the images that are built here. Relative paths of images start at
-        `here`, by default the working directory.
+        `here`, by default the working directory. A recipe in mode `scratch` is built
+        once for each `run`, by default for this object.
         """
+        self._run = run or secrets.token_hex(8)
         self._cache, self._exchange = cache, exchange or NoExchange()
         self._mirror = None if mirror is None else Source(url=mirror)
         self._clock, self._here = clock, here or Path.cwd()
@@ -192,8 +196,12 @@ class ImageSupply:
             with reference.archive.open("rb") as file:
                 key = digest_of(file)
         elif reference.recipe is not None:
-            key = self._cache.images.key(reference.recipe, reference.mode, reference.place) or ""
+            key = self._key_of(reference.recipe, reference)
         return _Image(reference=reference, key=key)
+
+    def _key_of(self, recipe: Recipe, reference: Reference) -> str:
+        images = self._cache.images
+        return images.key(recipe, reference.mode, reference.place, self._run) or ""
 
     async def _obtained(self, image: _Image, backend: Callable[[], Backend]) -> None:
         """Wait until the image is obtained. If this wait is cancelled, obtaining the
@@ -319,7 +327,11 @@ class ImageSupply:
         reference = image.reference
         assert reference.recipe is not None, "there is something to build"
         digest = await self._cache.images.build(
-            reference.recipe, backend=backend(), mode=reference.mode, relative_to=reference.place
+            reference.recipe,
+            backend=backend(),
+            mode=reference.mode,
+            relative_to=reference.place,
+            run=self._run,
         )
         wait.what = "unpacking it"
         await self._store(digest, lambda: None)

@@ -117,14 +117,15 @@ class Images:
         backend: Backend,
         mode: Mode = "versioned",
         relative_to: Path | None = None,
+        run: str = "",
     ) -> str:
         """Build a recipe's image, unless it may be reused, and return its digest.
-        `backend` runs its commands.
+        `backend` runs its commands, and `run` names the run for mode `scratch`.
 
         Raises SandboxError if a command fails, ConfigError for an invalid recipe.
         """
         here = relative_to or Path.cwd()
-        key = await asyncio.to_thread(self.key, recipe, mode, here)
+        key = await asyncio.to_thread(self.key, recipe, mode, here, run)
         if key is not None and (known := self.built(key)):
             # If the image is lost everywhere, it is built again.
             with contextlib.suppress(SandboxError):
@@ -151,11 +152,11 @@ class Images:
         """Store which image was built for a key."""
         write_atomically(self._folder / "built" / check_digest(key), digest)
 
-    def key(self, recipe: Recipe, mode: Mode, here: Path) -> str | None:
+    def key(self, recipe: Recipe, mode: Mode, here: Path, run: str = "") -> str | None:
         """Return the key that an existing image must have to be reused; None if no
-        image may be reused. Raises ConfigError.
+        image may be reused, in mode scratch without a run. Raises ConfigError.
         """
-        if mode == "scratch":
+        if mode == "scratch" and not run:
             return None
         if mode == "lock":
             if recipe.lock is None:
@@ -165,7 +166,8 @@ class Images:
             return _sha256(["lock", recipe.name, _digest_of_path(here / recipe.lock)])
         copied = [_digest_of_path(here / step.source) for step in recipe.copy]
         text = msgspec.json.encode(recipe).decode()
-        return _sha256(["versioned", text, self._base(recipe, here), VERSION, *copied])
+        made_of = [text, self._base(recipe, here), VERSION, *copied]
+        return _sha256([mode, *([run] if mode == "scratch" else []), *made_of])
 
     def _base(self, recipe: Recipe, here: Path) -> str:
         base = here / recipe.base

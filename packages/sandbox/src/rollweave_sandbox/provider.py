@@ -24,9 +24,15 @@ class Local:
         return registry.backend(name)
 
     def images(
-        self, mirror: str | None, *, clock: Callable[[], float], here: Path, peers: Peers | None
+        self,
+        mirror: str | None,
+        *,
+        clock: Callable[[], float],
+        here: Path,
+        peers: Peers | None,
+        run: str,
     ) -> Images:
-        return HostImages(mirror, clock=clock, here=here, peers=peers)
+        return HostImages(mirror, clock=clock, here=here, peers=peers, run=run)
 
     def locate_image(self, digest: str, mirror: str | None) -> str:
         return locate_image(digest, mirror)

@@ -47,7 +47,7 @@ PAGE = 1000
 """Maximum number of rollouts, or of completions, in one answer."""
 
 STAGES = (
-    *("queued", "init", "run", "eval_queued", "eval", "closing"),
+    *("queued", "init", "run_queued", "run", "eval_queued", "eval", "closing"),
     *("turns_waiting", "turns_running"),
 )
 """Values of the label `stage` of the metric `rollouts`."""

@@ -197,7 +197,8 @@ class EngineStatuses(Struct, frozen=True, kw_only=True):
 class Health(Struct, frozen=True, kw_only=True):
     """The state of a service. `reason` says why rollouts wait; "" if they do not.
 
-    The numbers are rollouts by stage, engines that serve, turns, and all submitted
+    The numbers are rollouts by stage, of which `queued`, `run_queued` and `eval_queued`
+    wait for a place in INIT, RUN and EVAL, engines that serve, turns, and all submitted
     rollouts and sampled tokens so far.
     """
 
@@ -205,6 +206,7 @@ class Health(Struct, frozen=True, kw_only=True):
     reason: str
     queued: int
     init: int
+    run_queued: int
     run: int
     eval_queued: int
     eval: int

@@ -49,6 +49,7 @@ from rollweave_service.messages import (
 STAGES = {
     Stage.QUEUED: "queued",
     Stage.INIT: "init",
+    Stage.RUN_QUEUED: "run",
     Stage.RUN: "run",
     Stage.EVAL_QUEUED: "eval",
     Stage.EVAL: "eval",

@@ -84,6 +84,7 @@ class Service:
             reason=self.engines.waits_for(),
             queued=len(state.pools.queued),
             init=len(state.pools.init),
+            run_queued=len(state.pools.run_queued),
             run=len(state.pools.run),
             eval_queued=len(state.pools.eval_queued),
             eval=len(state.pools.eval),

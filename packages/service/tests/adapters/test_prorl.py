@@ -3,6 +3,7 @@ and batches of a NeMo-RL client.
 """
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -235,7 +236,13 @@ def result_of(member: MemberStatus, **params: Any) -> dict[str, Any]:
 
 
 def test_a_result_has_the_form_that_clients_read() -> None:
-    member = ended(StopReason.FINISHED, reward=0.5, result='{"git_patch": "+x"}')
+    tool = {"type": "function", "function": {"name": "look"}}
+    member = ended(
+        StopReason.FINISHED,
+        reward=0.5,
+        result='{"git_patch": "+x"}',
+        tools=(json.dumps(tool),),
+    )
     said: dict[str, Any] = {"role": "assistant", "content": "DEF", "tool_calls": []}
     sampled: dict[str, Any] = {"token_ids": (103, 104, 105), "input_ids": (100, 101, 102)}
     sampled["logprobs"] = (-4.0, -5.0, -5.0)
@@ -248,7 +255,7 @@ def test_a_result_has_the_form_that_clients_read() -> None:
         "error": None,
         "finish": True,
         "messages": [*user[:2], said | sampled, user[2]],
-        "tools": [],
+        "tools": [tool],
         "end_properly": True,
         "resolved": True,
         "reward": 0.5,
@@ -356,13 +363,13 @@ async def test_a_servers_address_tells_its_dialect(address: str, url: str, diale
 async def test_counts_jobs_by_stage_and_withdraws_registered_engines_only() -> None:
     service = Mock()
     service.health.return_value = Mock(
-        queued=1, init=2, turns_waiting=4, run=8, eval=16, eval_queued=32
+        queued=1, init=2, run_queued=4, run=8, eval=16, eval_queued=32
     )
     engines = [Mock(id="e0", address=""), Mock(id="x1", address="http://host:1")]
     service.engines.statuses.return_value = engines
     api = ProRL(service, codec=Mock(), hosts=Mock())
     expected = {"status": "stopped", "init_queue": 1, "run_queue": 4, "eval_queue": 32}
-    expected |= {"active_init": 2, "active_run": 8, "active_eval": 16, "total": 59}
+    expected |= {"active_init": 2, "active_run": 8, "active_eval": 16, "total": 63}
     assert await api.status() == expected
     await api.start()
     assert (await api.status())["status"] == "running"

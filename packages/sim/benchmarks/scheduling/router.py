@@ -90,7 +90,7 @@ def turn_seconds(made: RunConfig, *, turns: int) -> list[float]:
     world.core = core = TimedCore(made)
     metrics.watch(world)
     world.start()
-    for count in (made.rollout.max_running, turns):
+    for count in (made.rollout.places.alive, turns):
         core.seconds.clear()
         core.done = 0
         while core.done < count:

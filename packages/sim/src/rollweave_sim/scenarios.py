@@ -166,6 +166,7 @@ def scenario(seed: int) -> RunConfig:
         _split(data, random.Random(f"phases/{seed}"))
         _lend(data, random.Random(f"lending/{seed}"))
     _scale(data, random.Random(f"workers/{seed}"))
+    _separate(data, random.Random(f"stages/{seed}"))
     _leave_out(data)
     return RunConfig.model_validate(data)
 
@@ -181,6 +182,14 @@ def serving_of(seed: int) -> ServingFile:
         rate=draw.choice([0.05, 0.3, 1.0]),
         sharing=draw.choice(ways),
     )
+
+
+def _separate(data: dict[str, Any], draw: random.Random) -> None:
+    """Give INIT, RUN and EVAL pools of their own in a third of the runs."""
+    most = data["rollout"]["max_running"]
+    if draw.random() < 1 / 3:
+        sizes = {stage: draw.randint(1, most) for stage in ("init", "run", "eval")}
+        data["rollout"]["max_running"] = sizes
 
 
 def _leave_out(data: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def ahead(config: RunConfig) -> int:
     if rollout.mode is not ModeName.DECOUPLED:
         return preset(rollout.mode, rollout.alpha).window or 0
     batch = rollout.groups_per_step * rollout.group_size
-    return 1 + math.ceil(rollout.max_running / batch)
+    return 1 + math.ceil(rollout.places.run / batch)
 
 
 def try_out(

@@ -5,15 +5,18 @@ Tests check them after every event, or after every few; production code never do
 
 import math
 
+from rollweave.core import attempts
 from rollweave.core.fleet import Fleet
 from rollweave.core.policy.modes import acceptable
 from rollweave.core.reading.status import account
 from rollweave.core.run import Run
 from rollweave.core.state import (
+    ALIVE,
     EngineStatus,
     GroupStatus,
     Held,
     OnEngine,
+    Phase,
     Queued,
     Requested,
     Stage,
@@ -21,6 +24,7 @@ from rollweave.core.state import (
     TrainerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed
+from rollweave.schema.config.rollout import STARTED
 from rollweave.schema.work import Purpose
 
 
@@ -44,14 +48,8 @@ def check(run: Run) -> None:
 
 def _check_indices(run: Run) -> None:
     state = run.state
-    indices = {
-        Stage.QUEUED: state.pools.queued,
-        Stage.INIT: state.pools.init,
-        Stage.RUN: state.pools.run,
-        Stage.EVAL_QUEUED: state.pools.eval_queued,
-        Stage.EVAL: state.pools.eval,
-        Stage.CLOSING: state.pools.closing,
-    }
+    found = {stage: attempts.index_of(state, stage) for stage in Stage}
+    indices = {stage: index for stage, index in found.items() if index is not None}
     assert not run.over, f"{run.over} are not settled"
     assert all(one.stage is not Stage.OVER for one in state.trajectories.values()), "OVER lasts"
     by_stage: dict[Stage, set[str]] = {stage: set() for stage in indices}
@@ -225,6 +223,18 @@ def _check_service(run: Run) -> None:
 
 
 def _check_bounds(run: Run) -> None:
-    state, rollout = run.state, run.config.rollout
-    assert len(state.pools.init) + len(state.pools.run) <= rollout.max_running
-    assert len(state.pools.eval) <= rollout.max_running
+    """Assert that no pool holds more attempts than it has places, that no place is free
+    for which an attempt waits with its environment, and that in mode decoupled none
+    waits so.
+    """
+    places, taken, pools = run.places, attempts.taken(run), run.state.pools
+    assert taken.init <= places.init, f"INIT: {taken} of {places}"
+    assert taken.init + taken.ready <= STARTED * places.init, f"ready: {taken} of {places}"
+    assert taken.run <= places.run, f"RUN: {taken} of {places}"
+    assert taken.eval <= places.eval, f"EVAL: {taken} of {places}"
+    assert taken.alive <= places.alive, f"environments: {taken} of {places}"
+    idle = run.state.phase is not Phase.FINISHED and taken.run < places.run
+    assert not (pools.run_queued and idle), f"RUN has room: {taken} of {places}"
+    assert run.pacing.interchangeable or not pools.run_queued, pools.run_queued
+    assert pools.closing.keys().isdisjoint(pools.run_queued), "closing attempts wait for nothing"
+    assert all(stage in ALIVE for stage in pools.closing.values()), pools.closing

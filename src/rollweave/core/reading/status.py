@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from rollweave.core import attempts
 from rollweave.core.idle import cause_of_waiting
+from rollweave.core.policy.places import is_backlogged
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Run
 from rollweave.core.state import (
@@ -99,8 +101,10 @@ def status(run: Run, now: float, waits: Iterable[Wait]) -> RunStatus:
         attempts={
             "queued": len(pools.queued),
             "starting": len(pools.init),
+            "ready": len(pools.run_queued),
             "running": len(pools.run),
-            "awaiting reward": len(pools.eval_queued) + len(pools.eval),
+            "rolled out": len(pools.eval_queued),
+            "in evaluation": len(pools.eval),
             "ending": len(pools.closing),
         },
         queued_turns=len(state.turns.queue) + len(state.turns.suspects),
@@ -200,9 +204,11 @@ def _attempts(run: Run, now: float) -> Iterator[WaitStatus]:
     """Yield the waits of attempts, one for all that wait for the same."""
     state = run.state
     waiting: dict[tuple[str, str], _Waiting] = {}
+    backlogged = is_backlogged(run.places, attempts.taken(run))
     pools = (
         state.pools.queued,
         state.pools.init,
+        state.pools.run_queued,
         state.pools.run,
         state.pools.eval_queued,
         state.pools.eval,
@@ -211,7 +217,7 @@ def _attempts(run: Run, now: float) -> Iterator[WaitStatus]:
     for pool in pools:
         for name in pool:
             trajectory = state.trajectories[name]
-            target, what, since, limit_s = _awaited(run, trajectory)
+            target, what, since, limit_s = _awaited(run, trajectory, backlogged)
             known = waiting.get((target, what))
             if known is None:
                 waiting[target, what] = _Waiting(1, since, trajectory.id, limit_s)
@@ -231,14 +237,20 @@ def _attempts(run: Run, now: float) -> Iterator[WaitStatus]:
         )
 
 
-def _awaited(run: Run, trajectory: Trajectory) -> tuple[str, str, float, float]:
-    """Return what an attempt waits for, what that does, since when, and the limit."""
+def _awaited(run: Run, trajectory: Trajectory, backlogged: bool) -> tuple[str, str, float, float]:
+    """Return what an attempt waits for, what that does, since when, and the limit.
+    `backlogged`: no attempt is started until rewards are computed.
+    """
     since, turn = trajectory.since, trajectory.turn
     group = run.state.groups[trajectory.group_id]
     limit_s = group.task.limits.step_s + GRACE_S if group.task is not None else 0.0
     match trajectory.stage:
+        case Stage.QUEUED if backlogged:
+            return "rewards", "as many attempts as may wait for them do", since, 0.0
         case Stage.QUEUED:
             return "a free place", "before their environments start", since, 0.0
+        case Stage.RUN_QUEUED:
+            return "a place in RUN", "their environments are ready", since, 0.0
         case Stage.INIT:
             return f"environments of {group.name}", "starting", since, limit_s
         case Stage.RUN if turn is None:

@@ -176,6 +176,8 @@ class Session:
         self.recorder = SessionRecorder(codec)
         self.conversation: tuple[Message, ...] = ()
         """The messages of the last answered request, and its answer."""
+        self.tools: tuple[str, ...] = ()
+        """The declarations of the tools that the agent was shown with them."""
         self.closed = False
         self._codec, self._tools, self._generate = codec, tools, generate
         self._sampling, self._pinned = sampling, pinned
@@ -534,7 +536,7 @@ class Session:
         asked = chat.messages
         if isinstance(chat.prompt, str):
             asked = (Message(role="user", content=chat.prompt),)
-        self.conversation = (*asked, turn.message)
+        self.conversation, self.tools = (*asked, turn.message), chat.tools
         self._sampled_tokens += len(result.tokens)
 
     def _stop_texts(self, chat: ChatRequest) -> tuple[str, ...]:

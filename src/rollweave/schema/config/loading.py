@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from rollweave.schema.base import DEPTH, LEAST, MOST, is_deep
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import HostsFile, ServingFile
+from rollweave.schema.config.values import FORMS
 from rollweave.schema.errors import ConfigError, FieldError, FieldErrors
 from rollweave.schema.hosts import Resources
 from rollweave.schema.text import valid
@@ -222,9 +223,10 @@ def _value(text: str, key: str) -> Any:
 
 
 def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
-    """Remove the index of a single [engines] section, which is read as a list of
-    one.
+    """Remove the tag of a setting's form, and the index of a single [engines] section,
+    which is read as a list of one.
     """
+    detail["loc"] = tuple(part for part in detail["loc"] if part not in FORMS)
     if not isinstance(data.get("engines"), dict):
         return detail
     place, context = detail["loc"], detail.get("ctx", {})

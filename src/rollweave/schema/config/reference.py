@@ -174,12 +174,14 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     """Return the type and the bounds in words."""
     if "$ref" in schema:
         return _type(whole["$defs"][str(schema["$ref"]).rpartition("/")[2]], whole)
-    if "anyOf" in schema:
-        kinds = [_type(one, whole) for one in schema["anyOf"] if one.get("type") != "null"]
+    if forms := schema.get("anyOf") or schema.get("oneOf"):
+        kinds = [_type(one, whole) for one in forms if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in schema or "const" in schema:
         return " | ".join(map(_toml, schema.get("enum") or [schema["const"]]))
     kind = schema.get("type")
+    if keys := schema.get("properties"):
+        return f"table of {', '.join(keys)}"
     if kind == "array":
         return f"list of {_type(schema.get('items', {}), whole)}"
     words = TYPES.get(str(kind), "any value")

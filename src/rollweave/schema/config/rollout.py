@@ -3,13 +3,23 @@ it, and how far rollouts run ahead; and `[[rewards]]` with their judges.
 """
 
 import enum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import TypedDict
 
 from rollweave.schema.address import parse_url
 from rollweave.schema.config.training import TaskAlgorithmConfig
 from rollweave.schema.config.values import (
+    FORMS,
     WARM,
     Count,
     Finite,
@@ -123,6 +133,38 @@ class ModeName(enum.StrEnum):
     DECOUPLED = "decoupled"
 
 
+STARTED = 2
+"""Maximum number of environments for each place of INIT that are starting, or wait for
+RUN.
+"""
+
+
+class Places(NamedTuple):
+    """The number of attempts that may be in INIT, RUN and EVAL, and the number of
+    environments that may be alive.
+    """
+
+    init: int
+    run: int
+    eval: int
+    alive: int
+
+
+class PoolSizes(TypedDict):
+    """The sizes of the pools of INIT, RUN and EVAL (ProRL §3.3.1)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    init: PositiveInt
+    run: PositiveInt
+    eval: PositiveInt
+
+
+def _form(given: Any) -> str:
+    """Return the tag of the form in which `max_running` is given."""
+    return FORMS[isinstance(given, dict)]
+
+
 class RolloutConfig(Section):
     """The rollouts: what belongs to a step, and how far they run ahead of training."""
 
@@ -147,11 +189,17 @@ class RolloutConfig(Section):
     dynamic_sampling: Flag = Field(
         False, description="Drop groups whose rewards are all equal and draw others (DAPO)."
     )
-    max_running: PositiveInt = Field(
+    max_running: Annotated[
+        Annotated[PositiveInt, Tag(FORMS[0])] | Annotated[PoolSizes, Tag(FORMS[1])],
+        Discriminator(_form),
+    ] = Field(
         64,
         description="Maximum number of trajectories whose environments are alive at once, and of "
-        "rewards that are computed at once. In mode decoupled an engine has at most its share of "
-        "them, and at most twice its slots.",
+        "rewards that are computed at once; or, as { init = 32, run = 256, eval = 32 }, of "
+        "environments that start, of trajectories that roll out, and of rewards (ProRL §3.3.1). At "
+        "most twice init environments are starting, or ready and waiting for a place of run. In "
+        "mode decoupled run bounds them, too, and an engine has at most its share of run, and at "
+        "most twice its slots.",
     )
     temperature: Annotated[Positive, WARM] = Field(
         1.0, description="Sampling temperature in training."
@@ -176,6 +224,16 @@ class RolloutConfig(Section):
         "learned: after each step, those from which the fleet would be done earliest by what "
         "finished turns show; tasks.pool is where a domain begins (RollArt §9).",
     )
+
+    @property
+    def places(self) -> Places:
+        """The sizes of the pools of the three stages."""
+        if isinstance(self.max_running, int):
+            return Places(*[self.max_running] * 4)
+        init, run = self.max_running["init"], self.max_running["run"]
+        # an engine of mode decoupled keeps its weights until what it launched is over
+        alive = run if self.mode is ModeName.DECOUPLED else STARTED * init + run
+        return Places(init=init, run=run, eval=self.max_running["eval"], alive=alive)
 
 
 RUBRIC_FILES = (".md", ".txt")

@@ -31,6 +31,10 @@ WARM = AfterValidator(_warm)
 """A rule of temperatures: by a smaller one, logits overflow."""
 
 
+FORMS = ("(number)", "(table)")
+"""Tags of the forms of a setting that is a number or a table. They are no keys."""
+
+
 def matching(pattern: str, rule: str) -> AfterValidator:
     """Require text to match the whole `pattern`; otherwise the error says that the
     field must `rule`.

@@ -4,7 +4,7 @@ from rollweave.core.mechanisms.lengths.index import index_of
 from rollweave.core.mechanisms.versions import binding as affinity
 from rollweave.core.mechanisms.versions.binding import BATCH_PER_SLOT, batch_of
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Evaluation
+from rollweave.core.state import EngineStatus, Evaluation, Stage
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.work import Purpose
 from tests.support.hand import E0, E1, Hand, decoupled_config
@@ -45,7 +45,7 @@ def test_the_pool_takes_what_engines_have_room_for() -> None:
     assert affinity.free_capacity(run) == 8, "these have no engine"
     run = two_engines(batch=3, max_running=6)
     run.state.pools.init[TrajectoryId("x")] = None
-    run.state.pools.closing[TrajectoryId("y")] = None
+    run.state.pools.closing[TrajectoryId("y")] = Stage.RUN
     run.state.pools.run[TrajectoryId("z")] = None
     assert affinity.free_capacity(run) == 3
     for number in range(4):

@@ -42,6 +42,9 @@ ENV_OF: Mapping[str, str] = {
 }
 """Name that ProRL's clients send as `data_source` → our handler for such tasks."""
 
+STAGES = ("queued", "init", "run_queued", "run", "eval_queued", "eval")
+"""Fields of the service's health that count its jobs."""
+
 POLL_S = 60.0
 """Seconds between two checks whether a job is done."""
 
@@ -184,12 +187,12 @@ class ProRL:
         return {
             "status": "running" if self._started else "stopped",
             "init_queue": now.queued,
-            "run_queue": now.turns_waiting,
+            "run_queue": now.run_queued,
             "eval_queue": now.eval_queued,
             "active_init": now.init,
             "active_run": now.run,
             "active_eval": now.eval,
-            "total": now.queued + now.init + now.run + now.eval_queued + now.eval,
+            "total": sum(getattr(now, stage) for stage in STAGES),
         }
 
     async def add(self, body: Address) -> Done:
@@ -282,7 +285,9 @@ class ProRL:
             "messages": self._messages(
                 trajectory, tokens=bool(body.sampling_params.get("token_level_generation", True))
             ),
-            "tools": [],
+            "tools": [msgspec.json.decode(tool) for tool in trajectory.tools]
+            if trajectory is not None
+            else [],
             "end_properly": reward is not None,
             "resolved": resolved,
             "reward": reward,

@@ -47,7 +47,7 @@ MECHANISM = Mechanism(
     choose_worker=workers.choose,
     follows={
         Stage.INIT: workers.entered,
-        Stage.RUN: workers.worked,
+        Stage.RUN_QUEUED: workers.worked,
         Stage.SCORED: workers.left,
         Stage.OVER: workers.left,
     },

@@ -1,18 +1,19 @@
 """The number of rollout workers, if it changes with the attempts that want a place
 (Heddle §3, the tool manager; `mechanisms/cluster/workers`).
 
-Each worker has places for an equal share of `rollout.max_running` until all of them are
-there. A place is wanted by each attempt that a worker has, and by each trajectory that
-could start if there were a place. Trajectories of groups whose task is still to be
-drawn count, too, since workers draw the tasks. No attempt is ended to reduce the number
-of workers.
+Each worker has places for an equal share of the environments that may be alive
+(`rollout.max_running`) until all of them are there. A place is wanted by each attempt
+that a worker has, and by each trajectory that could start if there were a place.
+Trajectories of groups whose task is still to be drawn count, too, since workers draw
+the tasks. No attempt is ended to reduce the number of workers.
 """
 
 from collections.abc import Iterator
 
-from rollweave.core import trajectories
+from rollweave.core import attempts, trajectories
 from rollweave.core.mechanisms.cluster import workers
 from rollweave.core.mechanisms.cluster.workers import Cluster, needed, observe
+from rollweave.core.policy.places import room_in_init
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, State, Worker, WorkerStatus
 from rollweave.schema.work import Purpose
@@ -36,7 +37,7 @@ def resize(run: Run) -> None:
     part = run.part(Cluster).scaling
     part.peaks = observe(
         part.peaks,
-        needed(_wanting(run), workers=_usable(state), at_once=run.config.rollout.max_running),
+        needed(_wanting(run), workers=_usable(state), at_once=run.places.alive),
         now=run.now,
         window_s=max(IDLE_S, part.start_s),
     )
@@ -55,20 +56,17 @@ def waiting(run: Run) -> int:
     """Return the number of trajectories that would start if workers had a place for
     all.
     """
-    state, rollout = run.state, run.config.rollout
-    pools = state.pools
-    room = rollout.max_running - len(pools.init) - len(pools.run) - len(pools.closing)
-    queued = len(pools.queued) if trajectories.may_start(run) else 0
-    return max(0, min(room, queued))
+    queued = len(run.state.pools.queued) if trajectories.may_start(run) else 0
+    return min(room_in_init(run.places, attempts.taken(run)), queued)
 
 
 def _wanting(run: Run) -> int:
     """Return the number of places that are wanted."""
-    state, pools = run.state, run.state.pools
+    state = run.state
     taken = sum(len(worker.attempts) for worker in state.workers.values())
-    room = run.config.rollout.max_running - len(pools.init) - len(pools.run) - len(pools.closing)
+    room = room_in_init(run.places, attempts.taken(run))
     drawn = 0 if state.serving else sum(_drawn(run))
-    return max(taken + min(max(0, room), waiting(run) + drawn), 1 if drawn else 0)
+    return max(taken + min(room, waiting(run) + drawn), 1 if drawn else 0)
 
 
 def _drawn(run: Run) -> Iterator[int]:

@@ -121,7 +121,7 @@ def choose(run: Run) -> str | None:
         if worker.status is WorkerStatus.READY
     }
     awaited = sum(_is_awaited(run, worker) for worker in workers.values())
-    return worker_for(ready, awaited=awaited, at_once=run.config.rollout.max_running)
+    return worker_for(ready, awaited=awaited, at_once=run.places.alive)
 
 
 def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> str | None:

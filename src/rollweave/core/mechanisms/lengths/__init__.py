@@ -33,7 +33,7 @@ MECHANISM = Mechanism(
     follows={
         Stage.QUEUED: estimates.begin_attempt,
         Stage.INIT: reindex,
-        Stage.RUN: estimates.learn_prompt,
+        Stage.RUN_QUEUED: estimates.learn_prompt,
         Stage.CLOSING: reindex,
         Stage.EVAL_QUEUED: estimates.finish_attempt,
         Stage.OVER: estimates.cut_attempt,

@@ -79,7 +79,7 @@ def domain_of(run: Run, trajectory: Trajectory) -> DomainLengths:
 Key = tuple[int, TrajectoryId]
 """(−tokens, id): longest first."""
 
-ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN)
+ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN_QUEUED, Stage.RUN)
 """Stages in which a trajectory has tokens to sample."""
 
 

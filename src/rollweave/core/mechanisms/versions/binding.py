@@ -18,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from rollweave.core import evaluation, weights
+from rollweave.core import attempts, evaluation, weights
 from rollweave.core.mechanisms.lengths.index import index_of, reindex, work_of
 from rollweave.core.mechanisms.placement.assignment import Placement
 from rollweave.core.policy.modes import acceptable
@@ -86,9 +86,9 @@ class _BatchSizes(dict[EngineId, int]):
 def _batch_sizes(run: Run) -> _BatchSizes:
     sizes: _BatchSizes | None = run.fleet.derived.get(_BatchSizes)
     if sizes is None:
-        rollout, engines = run.config.rollout, run.state.engines
+        engines = run.state.engines
         sampling = sum(engine.samples for engine in engines.values())
-        share = -(-rollout.max_running // max(1, sampling))
+        share = -(-run.places.run // max(1, sampling))
         sizes = run.fleet.derived[_BatchSizes] = _BatchSizes(
             (
                 engine.id,
@@ -117,12 +117,11 @@ def _with_capacity(run: Run) -> list[Engine]:
 
 def free_capacity(run: Run) -> int:
     """The number of training trajectories that engines would launch now, within the
-    limit on environments alive.
+    limit on environments alive. Those that wait for a place of INIT are drawn, too.
     """
     batches = _batch_sizes(run)
     free = sum(batches[engine.id] - assigned_count(run, engine) for engine in _launching(run))
-    alive = len(run.state.pools.init) + len(run.state.pools.run) + len(run.state.pools.closing)
-    return max(0, min(free, run.config.rollout.max_running - alive))
+    return max(0, min(free, run.places.alive - attempts.taken(run).alive))
 
 
 def buffer_capacity(run: Run) -> int:
@@ -130,7 +129,7 @@ def buffer_capacity(run: Run) -> int:
     addition another batch or the groups that engines work on at the same time.
     """
     rollout, size = run.config.rollout, min(run.group_sizes.values())
-    held = min(rollout.max_running, sum(_batch_sizes(run).values()))
+    held = min(run.places.run, sum(_batch_sizes(run).values()))
     return rollout.groups_per_step + max(rollout.groups_per_step, -(-held // size))
 
 
@@ -138,7 +137,7 @@ def buffer_limit(run: Run) -> int:
     """The maximum number of buffered groups. Each group that was begun within the
     capacity has a place: groups with long tails are not worth less.
     """
-    return buffer_capacity(run) + run.config.rollout.max_running
+    return buffer_capacity(run) + run.places.run
 
 
 def engine_for(run: Run, purpose: Purpose) -> Engine | None:

@@ -203,7 +203,7 @@ function tiles(run) {
   parts.push(["run time", seconds(run.at), run.eta_s ? `about ${seconds(run.eta_s)} left` : run.best !== null && run.best !== undefined ? `best checkpoint: step ${esc(run.best)}` : ""]);
   if (run.tokens_per_s) parts.push(["sampled", `${number(run.tokens_per_s)} <small>tokens/s</small>`, "over the last 10 steps"]);
   if (status && !status.ended) {
-    const flying = ["starting", "running", "awaiting reward"].reduce((sum, key) => sum + (status.attempts[key] || 0), 0);
+    const flying = ["starting", "ready", "running", "rolled out", "in evaluation"].reduce((sum, key) => sum + (status.attempts[key] || 0), 0);
     parts.push(["in flight", `${flying} <small>attempts</small>`, `${status.attempts.queued || 0} queued · ${status.buffered}${status.wanted ? ` of ${status.wanted}` : ""} groups ready`]);
   } else if (run.summary) parts.push(["trajectories", number(run.summary.trajectories), `${number(run.summary.tokens)} sampled tokens`]);
   const lent = status && !status.ended ? status.engines.filter((engine) => engine.lent) : [];
