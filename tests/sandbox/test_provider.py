@@ -103,7 +103,7 @@ async def test_what_needs_a_sandbox_is_refused_without_an_implementation(
 
 def test_doctor_warns_without_an_implementation(announce: Announce) -> None:
     announce()
-    (check,) = _sandbox_limits()
+    check = _sandbox_limits()
     assert (check.name, check.status) == ("sandboxes", Status.WARN)
     assert check.detail.startswith("a sandbox needs the package rollweave-sandbox")
 

@@ -128,7 +128,7 @@ def _machine() -> Iterator[Check]:
     yield ok("bfloat16", describe_computation("bfloat16", "cpu"))
     yield _sealed_memory()
     yield _sockets()
-    yield from _sandbox_limits()
+    yield _sandbox_limits()
     free = shutil.disk_usage(Path.cwd()).free
     yield (
         ok("disk", f"{human_bytes(free)} free here")
@@ -186,17 +186,17 @@ def _sockets() -> Check:
     return ok("sockets", "local sockets work")
 
 
-def _sandbox_limits() -> Iterator[Check]:
+def _sandbox_limits() -> Check:
     """Check whether there are sandboxes, and whether the kernel bounds a sandbox as a
     whole. If not, name what is unbounded.
     """
     try:
         missing = provider().missing_limits()
     except ConfigError as error:
-        yield warn("sandboxes", str(error))
-        return
-    detail = "control groups bound memory, the kernel's included, and processes"
-    yield warn("sandbox limits", "; ".join(missing)) if missing else ok("sandbox limits", detail)
+        return warn("sandboxes", str(error))
+    if missing:
+        return warn("sandbox limits", "; ".join(missing))
+    return ok("sandbox limits", "control groups bound memory, the kernel's included, and processes")
 
 
 def _writable(directory: Path) -> Check:
