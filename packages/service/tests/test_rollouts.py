@@ -314,7 +314,7 @@ def test_a_status_has_the_stage_of_each_member(scene: Scene) -> None:
     for number, stage in enumerate(stages):
         scene.state.trajectories[f"r1.{number}"] = SimpleNamespace(stage=stage, attempt=number)
     status = scene.manager.status("a", results=False)
-    known = ("queued", "init", "run", "eval", "eval")
+    known = ("queued", "init", "run", "run", "eval", "eval")
     expected = [*known, *["eval"] * (len(stages) - len(known)), "queued"]
     assert [member.stage for member in status.members] == expected
     assert [member.attempt for member in status.members] == [*range(len(stages)), 0]
