@@ -141,7 +141,7 @@ def check_leases(run: Run) -> None:
     of them while the run has no trajectories. Borrow again when it has.
     """
     part, pools = run.part(Loans), run.state.pools
-    if pools.init or pools.run:
+    if pools.init or pools.run_queued or pools.run:
         part.idle_since = None
         if part.resting and run.state.phase is Phase.RUNNING:
             part.resting = False
