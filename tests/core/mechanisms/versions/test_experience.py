@@ -90,6 +90,24 @@ def test_measures_are_waited_for_only_while_there_is_a_choice() -> None:
     assert waited_for(known, unknown, unknown, wanted=2, sample="newest") == []
 
 
+@pytest.mark.parametrize("changes", [[], ["no_buffer_places"]])
+def test_engines_stop_for_want_of_places_or_run_on_and_evict(changes: list[str]) -> None:
+    """While the first step takes forever."""
+    hand = Hand(decoupled_config(engines=1, batch=4, ablation={"changes": changes}))
+    state, most = hand.core.state, buffer_limit(hand.core._run)
+    for _ in range(8 * most):
+        if turns := hand.on(E0):
+            hand.end(turns[0])
+        assert len(state.buffer) <= most
+    assert bool(hand.on(E0)) == bool(changes)
+    assert (state.counters.evicted > 0) == bool(changes)
+    if changes:
+        arrived = [state.groups[name].index for name in state.buffer]
+        assert len(arrived) == most
+        hand.train()
+        assert [ref.id for ref in hand.steps[1].groups] != []
+
+
 def test_groups_beyond_the_limit_have_no_place() -> None:
     run = buffered((0, 1.0), (1, 1.0))
     assert run.pacing.surplus(run) == []
@@ -375,8 +393,9 @@ SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
 
 
 @settings(max_examples=examples(40))
-@example(seed=1, failure=0.0, hang=0.0, running=4, alpha=None, kills=[], sample="ratio")
+@example(seed=1, failure=0.0, hang=0.0, running=4, alpha=None, kills=[], sample="ratio", changes=[])
 @given(
+    changes=st.sampled_from([[], ["no_buffer_places"]]),
     sample=st.sampled_from(["ratio", "entropy", "td_error"]),
     seed=st.integers(0, 10_000),
     failure=st.sampled_from([0.0, 0.02, 0.1]),
@@ -393,6 +412,7 @@ def test_any_world_is_accounted_for_and_trained_by_what_is_measured(
     running: int,
     alpha: int | None,
     kills: list[int],
+    changes: list[str],
 ) -> None:
     world = Judge(
         config(
@@ -401,6 +421,7 @@ def test_any_world_is_accounted_for_and_trained_by_what_is_measured(
             rollout={**SETTINGS, "alpha": alpha, "max_running": running},
             buffer={"sample": sample},
             algorithm={"advantage": "gae"},
+            ablation={"changes": changes},
             eval={"every": 2},
             watchdog={"restarts": 100},
         ),

@@ -75,7 +75,9 @@ class IndependentPacing(Pacing):
         return True
 
     def room(self, run: Run) -> int:
-        """Return as many groups as fill the free capacity of engines and buffer."""
+        """Return as many groups as fill the free capacity of engines and buffer, or of
+        engines alone where they run on as in Laminar.
+        """
         state, rollout = run.state, run.config.rollout
         size = min(run.group_sizes.values())
         drawing = sum(
@@ -89,7 +91,11 @@ class IndependentPacing(Pacing):
             group_size=size,
             active=len(state.drawing.active),
             buffered=len(state.buffer),
-            buffer_capacity=binding.buffer_capacity(run),
+            buffer_capacity=(
+                None
+                if "buffer_places" in run.config.ablation.without
+                else binding.buffer_capacity(run)
+            ),
             next_version=run.next_version(),
             groups_per_step=rollout.groups_per_step,
             last_step=run.config.run.steps,
