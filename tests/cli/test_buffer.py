@@ -4,6 +4,7 @@ training data, and an invalid one gives one clear error line.
 
 import itertools
 import json
+import shutil
 import signal
 import sys
 import time
@@ -48,7 +49,7 @@ import json
 def newest(experiences, version):
     with open("seen.jsonl", "a") as file:
         for one in experiences:
-            print(json.dumps([version, one.id, one.arrived, one.initiated, one.rewards, one.tokens, one.ratio]), file=file)
+            print(json.dumps([version, one.id, one.arrived, one.initiated, one.rewards, one.tokens, one.measures.ratio]), file=file)
     return [one.id for one in reversed(experiences)]
 """
 
@@ -73,11 +74,40 @@ def test_a_buffer_function_selects_experiences(
     assert (summary["steps"], summary["error"]) == (3, "")
 
 
-def test_the_function_of_the_documentation_works(written: Written) -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "DECOUPLED.md").read_text()
-    (example,) = manual.split("```python\n")[1:]
-    code, text, errors = train("--inproc", sample=f"{written(example.split('```')[0])}:hardest")
+MEASURED = """
+import json
+
+def surest(experiences, version):
+    with open("seen.jsonl", "a") as file:
+        for one in experiences:
+            print(json.dumps([one.measures.ratio, one.measures.entropy, one.measures.td_error]), file=file)
+    return [one.id for one in sorted(experiences, key=lambda one: one.measures.entropy or 0.0)]
+
+surest.measures = True
+"""
+
+
+def test_a_function_that_asks_for_measures_sees_them(written: Written, tmp_path: Path) -> None:
+    """Of a real trainer, once the buffer holds more than a step needs."""
+    more = ("--set", "rollout.groups_per_step=1", "--set", "run.steps=6")
+    code, text, errors = train("--inproc", *more, sample=f"{written(MEASURED)}:surest")
     assert code == 0, (text, errors)
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    measured = [values for values in seen if values != [None] * 3]
+    assert measured
+    for ratio, entropy, td_error in measured:
+        assert ratio > 0
+        assert entropy >= 0
+        assert td_error is None, "there is no critic"
+
+
+def test_the_functions_of_the_documentation_work(written: Written) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "DECOUPLED.md").read_text()
+    examples = [text.split("```")[0] for text in manual.split("```python\n")[1:]]
+    for example, name in zip(examples, ("hardest", "undecided"), strict=True):
+        code, text, errors = train("--inproc", sample=f"{written(example)}:{name}")
+        assert code == 0, (text, errors)
+        shutil.rmtree("runs")
 
 
 @pytest.mark.parametrize("dry", [True, False])

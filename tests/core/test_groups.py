@@ -10,7 +10,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Stage, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema.base import GroupId, TrajectoryId
-from rollweave.schema.work import Purpose, StopReason
+from rollweave.schema.work import Measures, Purpose, StopReason
 from tests.support.kinds import of
 from tests.support.states import running
 
@@ -295,14 +295,14 @@ def test_members_that_are_too_old_leave_an_active_group() -> None:
 def test_members_that_are_too_old_leave_a_buffered_group() -> None:
     run = rolling_out(size=3, mode="partial")
     group = group_of(run, 1.0, 0.0, 0.5, Stage.ENDED)
-    group.status, group.ratio, group.ratio_publication_id = GroupStatus.BUFFERED, 1.5, 3
+    group.status, group.measures = GroupStatus.BUFFERED, Measures(ratio=1.5)
     del run.state.drawing.active[group.id]
     run.state.buffer[group.id] = None
     aged(run, group, 1, 0, 1, 0)
     groups.drop_expired(run)
     assert list(run.state.buffer) == [group.id]
     assert group.chosen == ["g9.0", "g9.2"]
-    assert (group.ratio, group.ratio_publication_id) == (None, -1)
+    assert group.measures is None
     assert run.state.counters.dropped == {StopReason.STALE: 1}
 
 

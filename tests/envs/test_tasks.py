@@ -187,12 +187,20 @@ def test_images_that_are_known_before_the_run() -> None:
         assert images_of(env, options) == images
 
 
+def measured_by_name(experiences: object, version: int) -> tuple[str, ...]:
+    return ()
+
+
+measured_by_name.measures = ("entropy",)  # type: ignore[attr-defined]
+
+
 def test_a_rule_is_a_function_of_experiences_and_version() -> None:
     assert rule(f"{__name__}:draw") is draw
     for name, problem in (
         ("test_inline_environments", "must be a function, got a coroutine function"),
         ("GAMES", "must be a function, got tuple"),
         ("codec", "must take the experiences and the version: too many positional"),
+        ("measured_by_name", r"must have measures True or False, got \('entropy',\)"),
     ):
         with pytest.raises(ConfigError, match=f"^function '{__name__}:{name}' {problem}"):
             rule(f"{__name__}:{name}")

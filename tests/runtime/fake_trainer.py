@@ -24,7 +24,7 @@ from rollweave.runtime.supervisors.trainer_link import TrainerSpec, serve
 from rollweave.schema import training
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.weights import WeightManifest
-from rollweave.schema.work import Batch
+from rollweave.schema.work import Batch, Measures
 from tests.support.echo_engine import sign_in, take_fault
 
 CRASH, FAIL, NAN, RANK_1_DIES = 900, 901, 902, 903
@@ -119,8 +119,16 @@ class FakeTrainer:
                     return training.TrainFailed(error="no number", nonfinite=True)
                 if take_fault(self._model, f"fail-measure-{step}"):
                     return training.TrainFailed(error="no luck")
+                # the last group is the first by each of them
                 return training.Measured(
-                    ratios=tuple(1.0 / (len(groups) - place) for place in range(len(groups)))
+                    groups=tuple(
+                        Measures(
+                            ratio=1.0 / (len(groups) - place),
+                            entropy=float(place),
+                            td_error=2.0 * place,
+                        )
+                        for place in range(len(groups))
+                    )
                 )
             case training.Publish(version=version, publication_id=publication_id):
                 manifest = WeightManifest(

@@ -25,7 +25,7 @@ class Hand:
         self.turns: dict[TrajectoryId, c.StartTurn] = {}
         self.moves: list[c.Migrate] = []
         self.steps: list[c.TrainStep] = []
-        self.measures: list[c.MeasureRatios] = []
+        self.measures: list[c.MeasureGroups] = []
         self.restarts: list[c.RestartTrainer] = []
         self.evaluations: list[c.RecordEvaluation] = []
         self.loads: list[c.LoadWeights] = []
@@ -126,7 +126,7 @@ class Hand:
                 return [e.CheckpointSaved(epoch=self.core.state.trainer.epoch, step=command.step)]
             case c.TrainStep():
                 self.steps.append(command)
-            case c.MeasureRatios():
+            case c.MeasureGroups():
                 self.measures.append(command)
             case c.RestartTrainer():
                 self.restarts.append(command)

@@ -23,7 +23,7 @@ from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, RankSlot
-from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from rollweave.schema.work import Limits, Measures, Purpose, StopReason, Task
 from tests.support.kinds import of
 from tests.support.properties import checked_every
 from tests.support.turn_records import TurnRecords
@@ -806,7 +806,7 @@ class World:
                 self.later(
                     e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part)
                 )
-            case c.MeasureRatios():
+            case c.MeasureGroups():
                 assert command.step == self.trainer_step
                 if self.fails():
                     failed = e.TrainFailed(
@@ -817,15 +817,22 @@ class World:
                     )
                     self.later(failed)
                     return
-                ratios = [
-                    e.GroupRatio(id=ref.id, ratio=self.random.choice([0.5, 0.9, 1.0, 1.2]))
+                groups = [
+                    e.GroupMeasures(
+                        id=ref.id,
+                        measures=Measures(
+                            ratio=(drawn := self.random.choice([0.5, 0.9, 1.0, 1.2])),
+                            entropy=2.0 * drawn,
+                            td_error=1.5 - drawn,
+                        ),
+                    )
                     for ref in command.groups
                 ]
-                done = e.RatiosMeasured(
+                done = e.GroupsMeasured(
                     epoch=self.trainer_epoch,
                     step=command.step,
                     part=command.part,
-                    ratios=tuple(ratios),
+                    groups=tuple(groups),
                 )
                 self.later(done)
                 if self.fails():  # and late, once more

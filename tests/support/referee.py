@@ -7,6 +7,8 @@ Written from the comments of `schema/commands.py`, independently of both worlds.
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.commands import Command
@@ -236,12 +238,15 @@ class Referee:
                 self._trainer(event, "start")
             case e.StepTrained():
                 self._trainer(event, "train")
-            case e.RatiosMeasured(ratios=ratios):
+            case e.GroupsMeasured(groups=groups):
                 self._trainer(event, "measure")
-                assert [ratio.id for ratio in ratios] == self.measured, (
+                assert [group.id for group in groups] == self.measured, (
                     f"{event} is not of what was asked"
                 )
-                assert all(0 < ratio.ratio < math.inf for ratio in ratios)
+                for group in groups:
+                    for value in msgspec.structs.astuple(group.measures):
+                        assert value is None or 0 <= value < math.inf, group
+                    assert group.measures.ratio != 0, group
             case e.TrainFailed():
                 self._trainer(event, "train", "measure")
             case e.WeightsPublished():
@@ -399,7 +404,7 @@ class Referee:
                 del self.relays[command.relay_id]
             case c.TrainStep():
                 self.trainer = (self.trainer[0], "train")
-            case c.MeasureRatios(groups=groups):
+            case c.MeasureGroups(groups=groups):
                 self.trainer = (self.trainer[0], "measure")
                 self.measured = [group.id for group in groups]
             case c.PublishWeights():

@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 
 from rollweave.schema.base import GroupId
 from rollweave.schema.config.training import AlgorithmConfig
-from rollweave.schema.training import TrainOn
+from rollweave.schema.training import Measure, Measured, TrainOn
 from rollweave.schema.work import (
     Batch,
     ScoredGroup,
@@ -29,7 +29,7 @@ from rollweave.schema.work import (
 from rollweave.train.critic import Critic, Estimate, estimate, load_value_model, standardized
 from rollweave.train.distributed import ALONE
 from rollweave.train.model import load_model
-from rollweave.train.packing import pack
+from rollweave.train.packing import Example, pack
 from rollweave.train.rows import batch_rows
 from rollweave.train.state import load_named_tensors
 from rollweave.train.trainer import Trainer
@@ -236,6 +236,85 @@ def test_its_learning_rate_is_its_own(model_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(config, model_dir)
     assert trained(trainer, trainers.make_batch(0))["lr"] == 1e-3
     assert critic_of(trainer).state.optimizer.param_groups[0]["lr"] == 5e-3
+
+
+# TD errors of buffered groups.
+
+
+@pytest.mark.parametrize("advantage", ["gae", "gae_turn"])
+def test_td_errors_are_those_of_the_values(model_dir: Path, advantage: str) -> None:
+    """The value of each token's state, computed alone, gives the errors by hand."""
+    gamma = 0.5
+    config = trainers.make_config(
+        advantage="grpo", own={"other": {"advantage": advantage}}, gamma=gamma
+    )
+    config = changed(config, "buffer", sample="own:function")
+    trainer = Trainer(config, model_dir)
+    critic = critic_of(trainer)
+    with torch.no_grad():
+        critic.model.value.copy_(torch.arange(32) / 32)
+    batch = trainers.make_batch(5, envs=("none", "other"))
+    reply = trainer.handle(Measure(step=0, part=0, groups=batch.groups))
+    assert isinstance(reply, Measured), reply
+    for group, found in zip(batch.groups, reply.groups, strict=True):
+        assert found.ratio is not None
+        assert found.entropy is not None
+        if group.env == "none":
+            assert found.td_error is None
+            continue
+        errors = []
+        for trajectory in group.trajectories:
+            (sequence,) = trajectory.sequences
+            every = Example(
+                tokens=torch.tensor(sequence.tokens), targets=torch.arange(1, len(sequence.tokens))
+            )
+            with torch.no_grad():
+                values = [0.0, *critic.model(pack([every]), 1.0).logprobs.tolist()]
+            states = [  # place, and whether the next state is of another turn
+                (place, place == (turn.start if advantage == "gae_turn" else turn.end - 1))
+                for turn in sequence.turns
+                for place in range(turn.start, turn.end)
+                if advantage == "gae" or place == turn.start
+            ]
+            for (place, ends), after in zip(states, [*states[1:], None], strict=True):
+                then = 0.0 if after is None else values[after[0]]
+                reward = 0.0 if after else trajectory.reward or 0.0  # turns have none
+                errors.append(abs(reward + (gamma if ends else 1.0) * then - values[place]))
+        assert found.td_error == pytest.approx(sum(errors) / len(errors), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sample", "names"),
+    [
+        ("ratio", {"ratio", "entropy"}),
+        ("entropy", {"ratio", "entropy"}),
+        ("td_error", {"td_error"}),
+        ("own:function", {"ratio", "entropy", "td_error"}),
+    ],
+)
+def test_each_strategy_costs_the_passes_that_it_needs(
+    model_dir: Path, sample: str, names: set[str]
+) -> None:
+    config = changed(trainers.make_config(advantage="gae"), "buffer", sample=sample)
+    trainer = Trainer(config, model_dir)
+    before = critic_of(trainer).state.tensors()
+    reply = trainer.handle(Measure(step=0, part=0, groups=trainers.make_batch(5).groups))
+    assert isinstance(reply, Measured), reply
+    for group in reply.groups:
+        values = msgspec.structs.asdict(group)
+        assert {name for name, value in values.items() if value is not None} == names
+    assert same(critic_of(trainer).state.tensors(), before)
+
+
+def test_td_errors_that_are_no_numbers_are_answered(model_dir: Path) -> None:
+    config = changed(trainers.make_config(advantage="gae"), "buffer", sample="td_error")
+    trainer = Trainer(config, model_dir)
+    with torch.no_grad():
+        critic_of(trainer).model.value.fill_(math.nan)
+    batch = trainers.make_batch(5)
+    reply = refused(trainer, Measure(step=0, part=0, groups=batch.groups))
+    assert reply.nonfinite
+    assert reply.error == f"TD errors of group {batch.groups[0].id}: their mean is nan"
 
 
 # Generalized advantages.

@@ -1,4 +1,4 @@
-"""Ratios of groups equal a token-by-token computation with transformers, for any
+"""Measures of groups equal a token-by-token computation with transformers, for any
 division into passes, and groups that cannot be measured are answered; the warm-up
 learns the outputs of transcripts, and a model from scratch observations, too.
 """
@@ -22,7 +22,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ModelConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.training import Measure, Measured, TrainerReply
-from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
+from rollweave.schema.work import Measures, ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train import trainer as trainer_module
 from rollweave.train.distributed import RankGroup
 from rollweave.train.model import load_model
@@ -53,10 +53,14 @@ def measure(trainer: Trainer, *groups: ScoredGroup, step: int = 0) -> TrainerRep
     return trainer.handle(Measure(step=step, part=0, groups=groups))
 
 
-def ratios(trainer: Trainer, *groups: ScoredGroup) -> tuple[float, ...]:
+def measured(trainer: Trainer, *groups: ScoredGroup) -> tuple[Measures, ...]:
     reply = measure(trainer, *groups)
     assert isinstance(reply, Measured), reply
-    return reply.ratios
+    return reply.groups
+
+
+def ratios(trainer: Trainer, *groups: ScoredGroup) -> list[float]:
+    return [group.ratio or 0.0 for group in measured(trainer, *groups)]
 
 
 def unsampled() -> TokenSequence:
@@ -80,10 +84,10 @@ def table_of(model: Any, sequence: TokenSequence) -> torch.Tensor:
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-def expected(model_dir: Path, group: ScoredGroup) -> float:
-    """Compute the ratio one token after the other."""
+def expected(model_dir: Path, group: ScoredGroup) -> tuple[float, float]:
+    """Compute the ratio and the entropy one token after the other."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    gaps = []
+    gaps, entropies = [], []
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
             logprobs = table_of(model, sequence)
@@ -91,7 +95,10 @@ def expected(model_dir: Path, group: ScoredGroup) -> float:
                 if sampled and place:
                     now = float(logprobs[place - 1, sequence.tokens[place]])
                     gaps.append(now - sequence.logprobs[place])
-    return math.exp(sum(gaps) / len(gaps)) if gaps else 1.0
+                    row = logprobs[place - 1].double()
+                    entropies.append(-float((row.exp() * row).sum()))
+    count = max(1, len(gaps))
+    return math.exp(sum(gaps) / count), sum(entropies) / count
 
 
 @settings(max_examples=examples(12))
@@ -100,7 +107,7 @@ def expected(model_dir: Path, group: ScoredGroup) -> float:
     sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     micro=st.sampled_from([30, 16384]),
 )
-def test_ratios_match_a_token_by_token_reference(
+def test_measures_match_a_token_by_token_reference(
     model_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
@@ -121,9 +128,13 @@ def test_ratios_match_a_token_by_token_reference(
         for place, size in enumerate(sizes)
     ]
     trainer = new_trainer(model_dir, tmp_path_factory.mktemp("run"), micro_tokens=micro)
-    assert ratios(trainer, *groups) == pytest.approx(
-        [expected(model_dir, group) for group in groups], rel=1e-4
-    )
+    found = measured(trainer, *groups)
+    for each, (ratio, entropy) in zip(
+        found, [expected(model_dir, group) for group in groups], strict=True
+    ):
+        assert each.ratio == pytest.approx(ratio, rel=1e-4)
+        assert each.entropy == pytest.approx(entropy, rel=1e-4)
+        assert each.td_error is None
 
 
 def test_on_policy_samples_have_ratio_one_until_training(model_dir: Path, tmp_path: Path) -> None:
@@ -134,7 +145,7 @@ def test_on_policy_samples_have_ratio_one_until_training(model_dir: Path, tmp_pa
     trained(trainer, msgspec.structs.replace(batch, groups=own))
     reply = measure(trainer, *own, step=1)
     assert isinstance(reply, Measured)
-    assert all(abs(math.log(ratio)) > 1e-3 for ratio in reply.ratios)
+    assert all(abs(math.log(group.ratio or 1.0)) > 1e-3 for group in reply.groups)
 
 
 def recorded(model_dir: Path, group: ScoredGroup) -> ScoredGroup:

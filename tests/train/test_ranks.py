@@ -98,7 +98,9 @@ def steps(
         assert_all_close(second(3), found, atol=1e-4)
     measured = trainer.handle(Measure(step=2, part=0, groups=make_batch(9, size=1).groups))
     assert isinstance(measured, Measured), measured
-    found["ratios"] = torch.tensor(measured.ratios)
+    for name in ("ratio", "entropy"):
+        values = [getattr(group, name) for group in measured.groups]
+        found[f"measured/{name}"] = torch.tensor(values)
     for file in (out / EXPORT / MODEL, out / ADAPTER / ADAPTER_WEIGHTS):
         if file.exists():
             found |= {f"{file.name}/{name}": each for name, each in load_file(file).items()}

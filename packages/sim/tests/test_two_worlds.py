@@ -157,22 +157,31 @@ def test_a_colocated_run_with_relays_keeps_the_contract(world: World, tmp_path: 
     assert "StageWeights" not in referee.seen
 
 
-@pytest.mark.parametrize("world", [live, simulated])
-def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "sample"), [(live, "ratio"), (simulated, "ratio"), (simulated, "td_error")]
+)
+def test_a_run_that_measures_groups_keeps_the_contract(
+    world: World, sample: str, tmp_path: Path
+) -> None:
     """The live trainer waits until there is a choice. With one engine nothing is
     consolidated.
     """
     make_model(tmp_path / "model")
     (tmp_path / "model" / "hold").write_text("14")
     rollout = {"groups_per_step": 1, "max_running": 16}
-    buffer = {"sample": "ratio"}
     referee = judge(
         *world(
-            tmp_path, "decoupled", steps=12, rollout=rollout, buffer=buffer, engines={"count": 1}
+            tmp_path,
+            "decoupled",
+            steps=12,
+            rollout=rollout,
+            buffer={"sample": sample},
+            algorithm={"advantage": "gae"},
+            engines={"count": 1},
         )
     )
     assert referee.owed() == []
-    assert {"MeasureRatios", "RatiosMeasured", "StepTrained"} <= referee.seen
+    assert {"MeasureGroups", "GroupsMeasured", "StepTrained"} <= referee.seen
 
 
 def test_both_worlds_have_the_same_kinds_of_events_and_commands(tmp_path: Path) -> None:

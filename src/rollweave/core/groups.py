@@ -371,7 +371,7 @@ def _drop_stale(run: Run, group: Group, version: int, reason: StopReason) -> Non
     end_members(run, stale, reason, reason)
     left = {member.id for member in stale}
     group.chosen = [name for name in group.chosen if name not in left]
-    group.ratio, group.ratio_publication_id = None, -1
+    group.measures = None
 
 
 def drop_unfinished(run: Run) -> None:

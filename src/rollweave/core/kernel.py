@@ -156,7 +156,7 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.WeightsLoadFailed: weight_updates.on_load_failed,
     e.TrainerReady: training.on_ready,
     e.TrainerLost: training.on_lost,
-    e.RatiosMeasured: training.on_measured,
+    e.GroupsMeasured: training.on_measured,
     e.TrainFailed: training.on_train_failed,
     e.CheckpointCopied: training.on_checkpoint_copied,
     e.CheckpointSaved: training.on_checkpoint_saved,

@@ -156,7 +156,7 @@ class Pacing(Protocol):
         """The groups of the next (mini-)batch: `wanted` of them, or none."""
 
     def unmeasured(self, run: "Run", wanted: int) -> list[GroupId]:
-        """The groups whose ratios the next (mini-)batch waits for."""
+        """The groups that the trainer measures before the next (mini-)batch."""
         return []
 
     def surplus(self, run: "Run") -> list[GroupId]:

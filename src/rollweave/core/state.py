@@ -14,7 +14,7 @@ from rollweave.core.counters import Counters, Idle
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.engines import EnginePhase
 from rollweave.schema.hosts import HostSlot, RankSlot
-from rollweave.schema.work import Decoding, Purpose, StopReason, Task, TaskContent
+from rollweave.schema.work import Decoding, Measures, Purpose, StopReason, Task, TaskContent
 
 
 class Stage(enum.StrEnum):
@@ -188,8 +188,7 @@ class Group(msgspec.Struct):
     tokens_lost: bool = (
         False  # tokens of a chosen member are gone: it can never be trained on again
     )
-    ratio: float | None = None  # probability ratio of the measured policy to the sampling one
-    ratio_publication_id: int = -1  # weights under which the ratio was measured
+    measures: Measures | None = None  # under the newest published weights
 
 
 class EngineStatus(enum.StrEnum):
@@ -323,7 +322,7 @@ class Worker(msgspec.Struct):
 class TrainerStatus(enum.StrEnum):
     STARTING = "starting"
     IDLE = "idle"
-    MEASURING = "measuring"  # measures ratios of groups in the buffer
+    MEASURING = "measuring"  # measures groups of the buffer
     TRAINING = "training"
     PUBLISHING = "publishing"
     SAVING = "saving"

@@ -13,7 +13,7 @@ from rollweave.core.run import Run, TrainerMove
 from rollweave.core.state import EngineStatus, Group, GroupStatus, Phase, TrainerStatus
 from rollweave.schema.commands import (
     GroupRef,
-    MeasureRatios,
+    MeasureGroups,
     PublishWeights,
     RestartTrainer,
     SaveCheckpoint,
@@ -24,7 +24,7 @@ from rollweave.schema.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
-    RatiosMeasured,
+    GroupsMeasured,
     StepTrained,
     TrainerLost,
     TrainerReady,
@@ -136,7 +136,7 @@ def take_batch(run: Run) -> None:
     if unmeasured := run.pacing.unmeasured(run, wanted):
         trainer.measuring = unmeasured
         refs = _refs([state.groups[group_id] for group_id in unmeasured])
-        run.emit(MeasureRatios(step=trainer.step, part=trainer.parts_done, groups=refs))
+        run.emit(MeasureGroups(step=trainer.step, part=trainer.parts_done, groups=refs))
         _enter(run, TrainerStatus.MEASURING)
         return
     taken = [state.groups[group_id] for group_id in run.pacing.choose_batch(run, wanted)]
@@ -180,10 +180,9 @@ def _refs(batch: list[Group]) -> tuple[GroupRef, ...]:
     )
 
 
-def on_measured(run: Run, event: RatiosMeasured) -> None:
-    """Record the ratios, which hold for as long as the trainer's weights do.
-
-    Those of groups that have left the buffer are ignored.
+def on_measured(run: Run, event: GroupsMeasured) -> None:
+    """Record the measures, which hold until the next weights are published. Those of
+    groups that have left the buffer are ignored.
     """
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, trainer.step, trainer.parts_done)
@@ -192,12 +191,11 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
         or (event.epoch, event.step, event.part) != expected
     ):
         return
-    if [measured.id for measured in event.ratios] != trainer.measuring:
+    if [measured.id for measured in event.groups] != trainer.measuring:
         return  # a duplicate of an earlier answer
-    for measured in event.ratios:
+    for measured in event.groups:
         if measured.id in state.buffer:
-            group = state.groups[measured.id]
-            group.ratio, group.ratio_publication_id = measured.ratio, state.publication.id
+            state.groups[measured.id].measures = measured.measures
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -293,6 +291,8 @@ def on_published(run: Run, event: WeightsPublished) -> None:
     ):
         return
     weights.publish(run, event.version, event.publication_id)
+    for group_id in state.buffer:
+        state.groups[group_id].measures = None  # they were measured under other weights
     if event.version in (state.checkpoints.newest, state.evaluations.best_step):
         # it was restored from that checkpoint
         weights.mark_checkpointed(run, event.version, event.publication_id)

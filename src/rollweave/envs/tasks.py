@@ -321,7 +321,7 @@ def rule(name: str) -> Rule:
     """Return the function.
 
     Raises ConfigError if it cannot be imported, or cannot be called with the buffer and
-    a version.
+    a version, or has an attribute `measures` that is not true or false.
     """
     what = f"function {name!r}"
     function = load(name, what=what)
@@ -334,6 +334,9 @@ def rule(name: str) -> Rule:
         raise ConfigError(f"{what} must take the experiences and the version: {error}") from error
     except ValueError:  # a function written in C has no signature
         pass
+    measures = getattr(function, "measures", False)
+    if not isinstance(measures, bool):
+        raise ConfigError(f"{what} must have measures True or False, got {measures!r}")
     return cast(Rule, function)
 
 

@@ -160,7 +160,7 @@ class World(LiveWorld):
             c.RestartRelay: self._relays.restart,
             c.RemoveRelay: self._relays.remove,
             c.TrainStep: self._trainer.train,
-            c.MeasureRatios: self._trainer.measure,
+            c.MeasureGroups: self._trainer.measure,
             c.PublishWeights: self._trainer.publish,
             c.StartEngine: self._start_engine,
             c.RemoveEngine: self._remove_engine,

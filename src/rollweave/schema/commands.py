@@ -393,10 +393,9 @@ class TrainStep(TaggedStruct, frozen=True, kw_only=True):
     groups: tuple[GroupRef, ...]
 
 
-class MeasureRatios(TaggedStruct, frozen=True, kw_only=True):
-    """Measure how far the trainer's weights, before mini-batch `part` of step `step`,
-    are from the weights that sampled these groups. → RatiosMeasured | TrainFailed |
-    TrainerLost
+class MeasureGroups(TaggedStruct, frozen=True, kw_only=True):
+    """Measure these groups under the trainer's weights, before mini-batch `part` of
+    step `step`. → GroupsMeasured | TrainFailed | TrainerLost
     """
 
     step: int
@@ -531,7 +530,7 @@ Command = (
     | RestartRelay
     | RemoveRelay
     | TrainStep
-    | MeasureRatios
+    | MeasureGroups
     | PublishWeights
     | SaveCheckpoint
     | RestartTrainer

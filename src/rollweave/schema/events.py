@@ -11,7 +11,7 @@ from typing import Literal
 
 from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.hosts import HostSlot, RankSlot
-from rollweave.schema.work import Decoding, StopReason, Task
+from rollweave.schema.work import Decoding, Measures, StopReason, Task
 
 
 class EngineSlot(Struct, frozen=True, kw_only=True):
@@ -610,20 +610,20 @@ class StepTrained(TaggedStruct, frozen=True, kw_only=True):
     part: int
 
 
-class GroupRatio(Struct, frozen=True, kw_only=True):
-    """The mean importance ratio of a group, positive and finite (`train/passes.py`)."""
+class GroupMeasures(Struct, frozen=True, kw_only=True):
+    """The measures of one group."""
 
     id: GroupId
-    ratio: float
+    measures: Measures
 
 
-class RatiosMeasured(TaggedStruct, frozen=True, kw_only=True):
-    """The ratios of all groups that `MeasureRatios` named, in its order."""
+class GroupsMeasured(TaggedStruct, frozen=True, kw_only=True):
+    """The measures of all groups that `MeasureGroups` named, in its order."""
 
     epoch: int
     step: int
     part: int
-    ratios: tuple[GroupRatio, ...]
+    groups: tuple[GroupMeasures, ...]
 
 
 class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
@@ -733,7 +733,7 @@ Event = (
     | FetchFailed
     | TrainerReady
     | StepTrained
-    | RatiosMeasured
+    | GroupsMeasured
     | TrainFailed
     | WeightsPublished
     | CheckpointCopied

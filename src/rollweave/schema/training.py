@@ -5,7 +5,7 @@ trajectory, and the protocol of a predictor process (Heddle §4.1).
 
 from rollweave.schema.base import Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.weights import WeightManifest
-from rollweave.schema.work import Batch, ScoredGroup
+from rollweave.schema.work import Batch, Measures, ScoredGroup
 
 PROMPT_TOKENS = 256
 """Maximum number of tokens of a prompt from which lengths are predicted, the last ones:
@@ -23,8 +23,9 @@ class TrainOn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Measure(TaggedStruct, frozen=True, kw_only=True):
-    """Measure how far the current weights are from the weights that sampled these
-    groups, before mini-batch `part` of step `step`.
+    """Measure these groups under the current weights, before mini-batch `part` of step
+    `step`: what the configured `buffer.sample` chooses by, or all that can be measured
+    for a user's function.
 
     The trainer's state does not change. Answered by `Measured` or `TrainFailed`.
     """
@@ -97,11 +98,9 @@ class Trained(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Measured(TaggedStruct, frozen=True, kw_only=True):
-    """The mean importance ratio of each group, in the order of the command
-    (`train/passes.py`).
-    """
+    """The measures of each group, in the order of the command."""
 
-    ratios: tuple[float, ...]
+    groups: tuple[Measures, ...]
 
 
 class TrainFailed(TaggedStruct, frozen=True, kw_only=True):

@@ -459,6 +459,21 @@ class ScoredGroup(Struct, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory, ...]
 
 
+class Measures(Struct, frozen=True, kw_only=True):
+    """Means over the output tokens of a group, under the weights of the trainer when it
+    measured them (`train/passes.py`, `train/critic.py`); None if not measured.
+
+    `ratio` is the geometric mean of the importance ratios of the current policy to the
+    policy that sampled the group, above 0. `entropy` is that of the current policy, in
+    nats, at least 0. `td_error` is the mean absolute TD error of the critic's values,
+    at least 0, over its steps: tokens, or turns with the estimator gae_turn.
+    """
+
+    ratio: float | None = None
+    entropy: float | None = None
+    td_error: float | None = None
+
+
 class Batch(Struct, frozen=True, kw_only=True):
     """Mini-batch `part` of `parts` of training step `step`. `version` is the weight
     version that the step starts from.

@@ -30,7 +30,7 @@ from rollweave.train.distributed import ALONE, RankGroup, local_tensor
 from rollweave.train.loading import Implementation, implementation_of, load_transformers_as
 from rollweave.train.model import Model, Reference, Scores, load_as
 from rollweave.train.packing import Packed
-from rollweave.train.passes import Passes
+from rollweave.train.passes import Passes, group_means
 from rollweave.train.rows import Row
 from rollweave.train.state import (
     TrainedState,
@@ -253,26 +253,10 @@ class Critic:
             self.state.optimizer, learning_rate(self._schedule, step=batch.step, steps=self._steps)
         )
         self._losses, self._norms, self._explained = [], [], 0.0
-        chosen = [index for index, row in enumerate(rows) if row.algorithm.advantage in OF_CRITIC]
-        if not chosen:
+        values, estimates = self._estimates(batch, rows, self._gae_lambda)
+        if not estimates:
             return list(rows)
-        examples = [row.example for row in rows]
-        # the scores of a value model are values
-        values = self._passes.logprobs(examples, chosen, temperature=1.0)
-        trajectories = [member for group in batch.groups for member in group.trajectories]
-        of_trajectory: dict[int, list[int]] = {}
-        for index in chosen:
-            of_trajectory.setdefault(rows[index].trajectory, []).append(index)
-        estimates: dict[int, Estimate] = {}
-        for trajectory, indices in of_trajectory.items():
-            made = estimate(
-                trajectories[trajectory],
-                [rows[index] for index in indices],
-                [values[index].cpu() for index in indices],
-                gae_lambda=self._gae_lambda,
-            )
-            estimates |= dict(zip(indices, made, strict=True))
-        self._explained = _explained([(values[index].cpu(), estimates[index]) for index in chosen])
+        self._explained = _explained([(values[at], made) for at, made in estimates.items()])
         advantages = standardized(estimates)
         return [
             dataclasses.replace(
@@ -285,6 +269,44 @@ class Critic:
             else row
             for index, row in enumerate(rows)
         ]
+
+    def td_errors(self, batch: Batch, rows: Sequence[Row]) -> list[float | None]:
+        """Return the mean absolute TD error of each group, over the steps of its rows;
+        None for a group without steps, such as one whose estimator uses no critic.
+
+        A TD error is an advantage with λ = 0, before standardization. Raises
+        `NonFiniteLossError` for a value that is not finite.
+        """
+        _, estimates = self._estimates(batch, rows, 0.0)
+        errors = {index: made.advantages[made.valued].abs() for index, made in estimates.items()}
+        return group_means(errors, rows, batch.groups, what="TD errors")
+
+    def _estimates(
+        self, batch: Batch, rows: Sequence[Row], gae_lambda: float
+    ) -> tuple[dict[int, torch.Tensor], dict[int, Estimate]]:
+        """Return the values and the estimates of the rows whose estimator uses the
+        critic, by index.
+        """
+        chosen = [index for index, row in enumerate(rows) if row.algorithm.advantage in OF_CRITIC]
+        if not chosen:
+            return {}, {}
+        # the scores of a value model are values
+        values = self._passes.logprobs([row.example for row in rows], chosen, temperature=1.0)
+        values = {index: each.cpu() for index, each in values.items()}
+        trajectories = [member for group in batch.groups for member in group.trajectories]
+        of_trajectory: dict[int, list[int]] = {}
+        for index in chosen:
+            of_trajectory.setdefault(rows[index].trajectory, []).append(index)
+        estimates: dict[int, Estimate] = {}
+        for trajectory, indices in of_trajectory.items():
+            made = estimate(
+                trajectories[trajectory],
+                [rows[index] for index in indices],
+                [values[index] for index in indices],
+                gae_lambda=gae_lambda,
+            )
+            estimates |= dict(zip(indices, made, strict=True))
+        return values, {index: estimates[index] for index in chosen}
 
     def backward(self, rows: Sequence[Row], chosen: Sequence[int], *, step: int) -> None:
         """Compute the gradient of half the mean squared error of a minibatch, over all

@@ -1,25 +1,25 @@
 """Forward and backward passes over examples, divided into micro-batches and among
-ranks, and what needs only passes: the distance of a buffered group from the current
+ranks, and what needs only passes: the measures of buffered groups under the current
 policy, and the supervised warm-up, in which a model with random weights learns the
 format from scripted transcripts before reinforcement learning.
 
 Invariants: all ranks make the same number of passes (their collectives must match), so
 a rank without work repeats an example and discards the result; the ranks of a tensor
 group make the same passes; the contribution of an example does not depend on the
-division. A group's ratio is positive and finite, and the same on every rank. Every
-token of the warm-up counts the same within a step; the optimizer's state is discarded
-after the warm-up.
+division. The measures of a group are finite, a ratio is positive, and all are the same
+on every rank. Every token of the warm-up counts the same within a step; the optimizer's
+state is discarded after the warm-up.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from rollweave.schema.config.training import TrainerConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
-from rollweave.schema.work import ScoredGroup, SegmentKind, TokenSequence
+from rollweave.schema.work import Measures, ScoredGroup, SegmentKind, TokenSequence
 from rollweave.train.distributed import RankGroup, sync_gradients
 from rollweave.train.loading import TrainedModel
 from rollweave.train.losses import MAX_LOG_RATIO
@@ -113,25 +113,36 @@ class Passes:
         """Return log-probs [M] of the targets of each chosen example, by index, on
         every rank.
         """
+        scores = self.scores(examples, chosen, temperature=temperature)
+        return {index: logprobs for index, (logprobs, _) in scores.items()}
+
+    @torch.no_grad()
+    def scores(
+        self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float
+    ) -> dict[int, torch.Tensor]:
+        """Return log-probs and entropies [2, M] at the targets of each chosen example,
+        by index, on every rank.
+        """
         plan, work = self._plan(examples, chosen)
         sizes = [len(examples[index].targets) for index in chosen]
-        logprobs = dict(
-            zip(
-                chosen, torch.split(torch.zeros(sum(sizes), device=self.device), sizes), strict=True
-            )
-        )
+        total = torch.zeros(2, sum(sizes), device=self.device)
+        scores = dict(zip(chosen, torch.split(total, sizes, dim=1), strict=True))
         for number, indices in enumerate(plan):
             self._before_pass()
             packed = pack([examples[index] for index in indices]).to(self.device)
-            values = self.model(packed, temperature).logprobs
+            values = self.model(packed, temperature)
             if number < work:
-                parts = torch.split(values, [len(examples[index].targets) for index in indices])
+                parts = torch.split(
+                    torch.stack([values.logprobs, values.entropy]),
+                    [len(examples[index].targets) for index in indices],
+                    dim=1,
+                )
                 for index, part in zip(indices, parts, strict=True):
-                    logprobs[index].copy_(part)
-        if logprobs and self.ranks.data_size > 1:
-            total = self.ranks.all_reduce_sum(torch.cat(list(logprobs.values())))
-            logprobs = dict(zip(chosen, torch.split(total, sizes), strict=True))
-        return logprobs
+                    scores[index].copy_(part)
+        if scores and self.ranks.data_size > 1:
+            total = self.ranks.all_reduce_sum(total)
+            scores = dict(zip(chosen, torch.split(total, sizes, dim=1), strict=True))
+        return scores
 
     @torch.no_grad()
     def hidden(self, examples: Sequence[Example], chosen: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -193,32 +204,62 @@ def _different(tokens: Sequence[torch.Tensor], part: Sequence[int]) -> int:
     return sum(size for _, size in families([tokens[index] for index in part]))
 
 
-def group_ratios(
+def policy_measures(
     passes: Passes, rows: Sequence[Row], groups: Sequence[ScoredGroup], *, temperature: float
-) -> tuple[float, ...]:
-    """Return exp(mean of current log-prob - rollout's log-prob over the output tokens)
-    of each group; 1 if it has no output tokens. This is the geometric mean of the
-    tokens' importance ratios, each bounded as in the loss. `rows` are the rows of all
-    groups, in order. Raises `NonFiniteLossError` for a log-prob that is not finite.
+) -> list[Measures]:
+    """Return the ratio and the entropy of each group by one forward pass over all of
+    them; 1 and 0 for a group without output tokens.
+
+    The ratio is exp(mean of current log-prob - rollout's log-prob), the geometric mean
+    of the tokens' importance ratios, each bounded as in the loss. `rows` are the rows
+    of all groups, in order. Raises `NonFiniteLossError` for a log-prob or an entropy
+    that is not finite.
     """
-    chosen = range(len(rows))
-    current = (
-        passes.logprobs([row.example for row in rows], chosen, temperature=temperature)
+    scores = (
+        passes.scores([row.example for row in rows], range(len(rows)), temperature=temperature)
         if rows
         else {}
     )
+    gaps, entropies = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    for index, (logprobs, entropy) in scores.items():
+        gap = logprobs.cpu().double() - rows[index].behavior.double()
+        gaps[index] = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        entropies[index] = entropy
+    means = zip(
+        group_means(gaps, rows, groups, what="log-probs"),
+        group_means(entropies, rows, groups, what="entropies"),
+        strict=True,
+    )
+    return [
+        # rounding may leave an entropy of 0 below 0
+        Measures(ratio=math.exp(gap or 0.0), entropy=max(0.0, entropy or 0.0))
+        for gap, entropy in means
+    ]
+
+
+def group_means(
+    values: Mapping[int, torch.Tensor],
+    rows: Sequence[Row],
+    groups: Sequence[ScoredGroup],
+    *,
+    what: str,
+) -> list[float | None]:
+    """Return the mean of the values [N] of each group's rows, given by the rows'
+    indices; None without values. Raises `NonFiniteLossError`, which names `what`, for a
+    mean that is not finite.
+    """
     owners = [place for place, group in enumerate(groups) for _ in group.trajectories]
-    gaps: list[list[torch.Tensor]] = [[] for _ in groups]
-    for index, row in enumerate(rows):
-        gap = current[index].cpu().double() - row.behavior.double()
-        gaps[owners[row.trajectory]].append(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    means = [float(torch.cat(values).mean()) if values else 0.0 for values in gaps]
-    for group, mean in zip(groups, means, strict=True):
-        if not math.isfinite(mean):
-            raise NonFiniteLossError(
-                f"log-probs of group {group.id}: their mean difference to the rollout's is {mean}"
-            )
-    return tuple(map(math.exp, means))
+    of_group: list[list[torch.Tensor]] = [[] for _ in groups]
+    for index, each in values.items():
+        of_group[owners[rows[index].trajectory]].append(each.cpu().double())
+    means: list[float | None] = []
+    for group, parts in zip(groups, of_group, strict=True):
+        flat = torch.cat(parts) if parts else torch.empty(0)
+        mean = float(flat.mean()) if len(flat) else None
+        if mean is not None and not math.isfinite(mean):
+            raise NonFiniteLossError(f"{what} of group {group.id}: their mean is {mean}")
+        means.append(mean)
+    return means
 
 
 def warm_up(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 
 from rollweave.io.machine import computed_dtype, device_named
@@ -40,13 +41,13 @@ from rollweave.schema.training import (
     TrainMetrics,
     TrainOn,
 )
-from rollweave.schema.work import Batch, TokenSequence
+from rollweave.schema.work import Batch, Measures, TokenSequence
 from rollweave.train import checkpoint
 from rollweave.train.critic import Critic
 from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks, with_tensor_groups
 from rollweave.train.loading import load_trained_model
 from rollweave.train.lora import NewAdapters
-from rollweave.train.passes import DOMAIN_TRANSCRIPTS, SCRATCH_LR, Passes, group_ratios, warm_up
+from rollweave.train.passes import DOMAIN_TRANSCRIPTS, SCRATCH_LR, Passes, policy_measures, warm_up
 from rollweave.train.publishing import WeightPublisher
 from rollweave.train.rows import Row, batch_rows, overlong_fraction, teacher_kl
 from rollweave.train.state import (
@@ -255,17 +256,22 @@ class Trainer:
         return Trained(step=batch.step, part=batch.part, metrics=metrics)
 
     def _measure(self, batch: Batch) -> Measured:
-        """Measure ratios with a forward pass over the whole batch, without
-        gradients.
+        """Measure with a forward pass of the policy over the whole batch, or of the
+        critic for strategy `td_error`, or of both for a user's function.
         """
         self._enter()
-        ratios = group_ratios(
-            self._passes,
-            self._rows(batch),
-            batch.groups,
-            temperature=self._config.rollout.temperature,
-        )
-        return Measured(ratios=ratios)
+        rows, strategy = self._rows(batch), self._config.buffer.sample
+        groups = [Measures() for _ in batch.groups]
+        if strategy != "td_error":
+            temperature = self._config.rollout.temperature
+            groups = policy_measures(self._passes, rows, batch.groups, temperature=temperature)
+        if self._critic is not None and strategy not in ("ratio", "entropy"):
+            errors = self._critic.td_errors(batch, rows)
+            groups = [
+                msgspec.structs.replace(group, td_error=error)
+                for group, error in zip(groups, errors, strict=True)
+            ]
+        return Measured(groups=tuple(groups))
 
     def _rows(self, batch: Batch) -> list[Row]:
         """Return the batch's rows. Raises `TrainerError` for a batch that is not the

@@ -3,10 +3,11 @@ exact numbers.
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +18,11 @@ from rollweave.core.policy.experience import (
     SampleName,
     advantage,
     evict,
+    is_measured,
     sample,
 )
 from rollweave.schema.base import GroupId
+from rollweave.schema.work import Measures
 from tests.support.properties import examples
 
 VERSION = 7
@@ -45,7 +48,11 @@ def buffers(draw: st.DrawFn, least: int = 0) -> list[Experience]:
             initiated=draw(st.integers(0, VERSION + 1)),
             rewards=tuple(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4))),
             tokens=draw(st.integers(0, 5)),
-            ratio=draw(st.sampled_from([None, 0.5, 1.0, 2.0, 3.0])),
+            measures=Measures(
+                ratio=draw(st.sampled_from([None, 0.5, 1.0, 2.0, 3.0])),
+                entropy=draw(st.sampled_from([None, 0.0, 0.5, 1.0])),
+                td_error=draw(st.sampled_from([None, 0.0, 0.25, 4.0])),
+            ),
         )
         for arrived in draw(st.permutations(range(size)))
     ]
@@ -62,6 +69,10 @@ def better(one: Experience, other: Experience, strategy: str) -> bool:
             return spread(one) > spread(other)
         case "ratio":
             return distance(one) < distance(other)
+        case "entropy":
+            return known(one.measures.entropy) > known(other.measures.entropy)
+        case "td_error":
+            return known(one.measures.td_error) > known(other.measures.td_error)
     raise AssertionError(strategy)
 
 
@@ -75,13 +86,22 @@ def spread(one: Experience) -> Fraction:
 
 def distance(one: Experience) -> float:
     """Return the factor by which the ratio is off, either way."""
-    return float("inf") if one.ratio is None else max(one.ratio, 1 / one.ratio)
+    ratio = one.measures.ratio
+    return float("inf") if ratio is None else max(ratio, 1 / ratio)
+
+
+def known(value: float | None) -> float:
+    """Return a measured value, or less than any measured value."""
+    return -1.0 if value is None else value
+
+
+GREEDY = ("fifo", "newest", "advantage", "ratio", "entropy", "td_error")
 
 
 @settings(max_examples=examples(300))
-@given(buffers(), st.integers(1, 9), st.sampled_from(["fifo", "newest", "advantage", "ratio"]))
+@given(buffers(), st.integers(1, 9), st.sampled_from(GREEDY))
 def test_a_batch_is_the_best_by_its_strategy(
-    buffer: list[Experience], wanted: int, strategy: Literal["fifo", "newest", "advantage", "ratio"]
+    buffer: list[Experience], wanted: int, strategy: SampleName
 ) -> None:
     """The best comes first; among equals, the earlier arrival."""
     left = sorted(buffer, key=lambda one: one.arrived)
@@ -235,7 +255,7 @@ def test_refuses_an_invalid_answer_of_a_function(answer: list[GroupId], message:
     ],
 )
 def test_refuses_invalid_arguments(fields: dict[str, object], message: str) -> None:
-    buffer = [experience("a", ratio=0.0), experience("b", 1)]
+    buffer = [experience("a", measures=Measures(ratio=0.0)), experience("b", 1)]
     with pytest.raises(ValueError, match=message):
         sample(buffer, version=VERSION, **fields)  # type: ignore[arg-type]
 
@@ -245,9 +265,30 @@ def test_a_draw_may_be_zero() -> None:
     assert len(sample(buffer, 1, strategy="staleness", version=VERSION, draws=[0.0])) == 1
 
 
-def test_refuses_an_infinite_ratio() -> None:
-    with pytest.raises(ValueError, match="ratio must be above 0 and finite, got inf"):
-        sample([experience("a", ratio=float("inf"))], 1, strategy="ratio", version=VERSION)
+@pytest.mark.parametrize(
+    ("strategy", "least"),
+    [("ratio", "above 0"), ("entropy", "at least 0"), ("td_error", "at least 0")],
+)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -0.5])
+def test_refuses_a_measure_that_is_no_number_or_negative(
+    strategy: SampleName, least: str, value: float
+) -> None:
+    buffer = [experience("a", measures=Measures(**{str(strategy): value}))]
+    message = f"{strategy} must be {least} and finite, got {value} for group a"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sample(buffer, 1, strategy=strategy, version=VERSION)
+
+
+def test_what_is_measured_is_a_matter_of_the_strategy() -> None:
+    def asks(experiences: Sequence[Experience], version: int) -> list[GroupId]:
+        return []
+
+    measured = [name for name in get_args(SampleName) if is_measured(name)]
+    assert measured == ["ratio", "entropy", "td_error"]
+    assert not is_measured("package.module:function")
+    assert not is_measured(asks)
+    asks.measures = True  # type: ignore[attr-defined]
+    assert is_measured(asks)
 
 
 def test_refuses_an_invalid_bound() -> None:

@@ -45,7 +45,7 @@ TRAINING_ONLY: Collection[type[c.Command]] = (
     c.RestartRelay,
     c.RemoveRelay,
     c.TrainStep,
-    c.MeasureRatios,
+    c.MeasureGroups,
     c.PublishWeights,
     c.SaveCheckpoint,
     c.RestartTrainer,

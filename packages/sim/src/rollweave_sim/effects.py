@@ -178,7 +178,7 @@ class Effects:
             c.RestartWorker: workers.restart if workers is not None else _no_workers,
             c.RemoveWorker: workers.remove if workers is not None else _no_workers,
             c.TrainStep: trainer.train,
-            c.MeasureRatios: trainer.measure,
+            c.MeasureGroups: trainer.measure,
             c.PublishWeights: trainer.publish,
             c.SaveCheckpoint: trainer.save,
             c.RestartTrainer: trainer.restart,

@@ -252,7 +252,7 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
         "alpha": draw.choice([None, None, 1, 2]),
     }
     data["buffer"] = {
-        "sample": draw.choice(["fifo", "newest", "advantage", "ratio", "staleness"]),
+        "sample": draw.choice(["fifo", "newest", "advantage", "ratio", "entropy", "staleness"]),
     }
 
 

@@ -12,6 +12,7 @@ from rollweave.record.trace import TRAINER, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
+from rollweave.schema.work import Measures
 from rollweave_sim.clock import Clock
 from rollweave_sim.cost import TrainerCosts
 from rollweave_sim.rollouts import Scored
@@ -31,9 +32,19 @@ RATIO_SIGMA = 0.05
 engine's arithmetic. Assumption.
 """
 
+ENTROPY_NATS = 0.5
+"""Mean of the entropies of groups, which are exponentially distributed. Assumption."""
+
+TD_ERROR = 0.3
+"""Mean of the absolute TD errors of groups, which are exponentially distributed.
+Assumption.
+"""
+
 
 class SimTrainer:
-    """A trainer process. `scored` are the trajectories in the store."""
+    """A trainer process. `scored` are the trajectories in the store; `critic` says
+    whether it has one.
+    """
 
     def __init__(
         self,
@@ -43,6 +54,7 @@ class SimTrainer:
         cost: TrainerCosts,
         scored: Mapping[TrajectoryId, Scored],
         trace: Trace | None,
+        critic: bool,
     ) -> None:
         self._clock, self._post, self._cost, self._scored, self._trace = (
             clock,
@@ -51,6 +63,7 @@ class SimTrainer:
             scored,
             trace,
         )
+        self._critic = critic
         self.epoch = 0
         self._ticket = self._writing = 0
         self._alive = False
@@ -78,14 +91,16 @@ class SimTrainer:
             f"train {command.step}.{command.part}", seconds, self._refused(command.step) or done
         )
 
-    def measure(self, command: c.MeasureRatios) -> None:
-        """Draw ratios: the older a group, the farther from 1."""
-        ratios = tuple(
-            e.GroupRatio(id=group.id, ratio=self._ratio(group, command.step))
+    def measure(self, command: c.MeasureGroups) -> None:
+        """Draw measures: the older a group, the farther is its ratio from 1; entropies
+        and TD errors depend on nothing. They take one forward pass.
+        """
+        groups = tuple(
+            e.GroupMeasures(id=group.id, measures=self._measures(group, command.step))
             for group in command.groups
         )
-        done = e.RatiosMeasured(
-            epoch=self.epoch, step=command.step, part=command.part, ratios=ratios
+        done = e.GroupsMeasured(
+            epoch=self.epoch, step=command.step, part=command.part, groups=groups
         )
         seconds = FORWARD_SHARE * self._step_s(command.groups)
         self._do(
@@ -100,10 +115,13 @@ class SimTrainer:
             tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths)
         )
 
-    def _ratio(self, group: c.GroupRef, step: int) -> float:
+    def _measures(self, group: c.GroupRef, step: int) -> Measures:
         age = max(abs(step - self._scored[member].initiated) for member in group.trajectory_ids)
-        return math.exp(
-            random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age))
+        ratio = random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age))
+        entropy = random.Random(f"entropy/{group.id}/{step}").expovariate(1 / ENTROPY_NATS)
+        error = random.Random(f"td_error/{group.id}/{step}").expovariate(1 / TD_ERROR)
+        return Measures(
+            ratio=math.exp(ratio), entropy=entropy, td_error=error if self._critic else None
         )
 
     def _refused(self, step: int) -> e.TrainFailed | None:

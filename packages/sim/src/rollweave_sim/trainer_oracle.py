@@ -41,7 +41,7 @@ class TrainerOracle:
         match command:
             case c.TrainStep():
                 self._check_step(command)
-            case c.MeasureRatios():
+            case c.MeasureGroups():
                 self._check_measurement(command)
             case c.SaveCheckpoint():
                 assert command.step == self._position[0], (
@@ -86,13 +86,13 @@ class TrainerOracle:
         assert len(ids) == len(set(ids)), f"a group occurs twice in step {command.step}"
         self._training = command
 
-    def _check_measurement(self, command: c.MeasureRatios) -> None:
-        assert self._training is None, f"ratios are requested while {self._training} is trained on"
+    def _check_measurement(self, command: c.MeasureGroups) -> None:
+        assert self._training is None, f"groups are measured while {self._training} is trained on"
         assert (command.step, command.part) == self._position, (
             f"{command.step}.{command.part} at {self._position}"
         )
         trained = {group_id for groups in self._lineage.values() for group_id in groups}
-        assert command.groups, "ratios of no group are requested"
+        assert command.groups, "no group is to be measured"
         for group in command.groups:
             assert group.id not in trained, f"{group.id} to measure was trained on already"
             missing = [member for member in group.trajectory_ids if member not in self._scored]

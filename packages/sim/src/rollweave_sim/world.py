@@ -135,6 +135,7 @@ class World:
             cost=trainer_cost,
             scored=self.rollouts.scored,
             trace=trace,
+            critic=config.has_critic,
         )
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints

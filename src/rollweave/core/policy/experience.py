@@ -12,10 +12,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
-from typing import Literal
+from typing import Literal, get_args
 
 from rollweave.core.policy.modes import staleness
 from rollweave.schema.base import GroupId, Struct
+from rollweave.schema.work import Measures
 
 STALENESS_WEIGHT = 2.0
 """Factor by which the probability of a group falls with each version of age."""
@@ -25,9 +26,8 @@ class Experience(Struct, frozen=True, kw_only=True):
     """A group in the buffer. `arrived` grows with each arrival; `initiated` is the
     oldest version that its members started on.
 
-    `tokens` is the sum over all members. `ratio` is the mean importance ratio of the
-    current policy to the policy that sampled the group, if it was measured, as only
-    strategy `ratio` does.
+    `tokens` is the sum over all members. `measures` has what the trainer measured, if
+    the strategy is measured (`is_measured`) and there was a choice.
     """
 
     id: GroupId
@@ -35,19 +35,32 @@ class Experience(Struct, frozen=True, kw_only=True):
     initiated: int
     rewards: tuple[float, ...]
     tokens: int
-    ratio: float | None = None
+    measures: Measures = Measures()
 
 
-SampleName = Literal["fifo", "newest", "advantage", "ratio", "staleness"]
+Measured = Literal["ratio", "entropy", "td_error"]
+"""Strategies that choose by what the trainer measures before the step, each named like
+its field of `Measures`.
+"""
+
+SampleName = Literal["fifo", "newest", "advantage", Measured, "staleness"]
 """fifo: first arrival first; newest: last arrival first; advantage: greatest
-|advantage| first; ratio: nearest to 1 first; staleness: drawn at random, fresher groups
-more often.
+|advantage| first; ratio: nearest to 1 first; entropy and td_error: greatest first;
+staleness: drawn at random, fresher groups more often.
 """
 
 Rule = Callable[[Sequence[Experience], int], Sequence[GroupId]]
 """A user's function from the buffer, in order of arrival, and the current version to
-ids, the most urgent first.
+ids, the most urgent first. Its attribute `measures`, if it has one, says whether
+groups are measured for it.
 """
+
+
+def is_measured(strategy: str | Rule) -> bool:
+    """Return whether groups are measured before the strategy chooses among them."""
+    if callable(strategy):
+        return bool(getattr(strategy, "measures", False))
+    return strategy in get_args(Measured)
 
 
 def advantage(experience: Experience) -> float:
@@ -91,8 +104,8 @@ def sample(
             chosen = buffer[::-1]
         case "advantage":
             chosen = sorted(buffer, key=lambda group: -advantage(group))
-        case "ratio":
-            chosen = sorted(buffer, key=_off_policy)
+        case "ratio" | "entropy" | "td_error":
+            chosen = sorted(buffer, key=lambda group: _rank(group, strategy))
         case "staleness":
             chosen = _drawn(buffer, wanted, version, draws)
     return _most([group.id for group in chosen], wanted)
@@ -157,17 +170,21 @@ def _most(ids: list[GroupId], wanted: int) -> list[GroupId]:
     return ids[:wanted] if len(ids) >= wanted else []
 
 
-def _off_policy(experience: Experience) -> float:
-    """Return how far the measured ratio is from 1; groups without a ratio come last.
+def _rank(experience: Experience, name: Measured) -> float:
+    """Return a number that grows from the group to be chosen first; groups without the
+    measured value come last.
 
-    Raises ValueError for a ratio that is not positive.
+    Raises ValueError for a value that is negative or not finite, and for a ratio of 0.
     """
-    ratio = experience.ratio
-    if ratio is None:
+    value: float | None = getattr(experience.measures, name)
+    if value is None:
         return math.inf
-    if not 0 < ratio < math.inf:
-        raise ValueError(f"ratio must be above 0 and finite, got {ratio} for group {experience.id}")
-    return abs(math.log(ratio))
+    if not 0 <= value < math.inf or (name == "ratio" and not value):
+        least = "above 0" if name == "ratio" else "at least 0"
+        raise ValueError(
+            f"{name} must be {least} and finite, got {value} for group {experience.id}"
+        )
+    return abs(math.log(value)) if name == "ratio" else -value
 
 
 def _drawn(

@@ -103,7 +103,7 @@ def pool_room(
     group_size: int,
     active: int,
     buffered: int,
-    buffer_capacity: int,
+    buffer_capacity: int | None,
     next_version: int,
     groups_per_step: int,
     last_step: int,
@@ -115,11 +115,13 @@ def pool_room(
     has room for `buffer_capacity` groups: `buffered` groups and groups in flight,
     counted by their trajectories. If training is slower than rollouts, more groups
     would only become stale. Since trajectories are counted, the last member of a
-    long-tailed group reserves nothing for its siblings. No group is drawn that no
-    remaining step could train on.
+    long-tailed group reserves nothing for its siblings. With a `buffer_capacity` of
+    None, engines do not wait for places. No group is drawn that no remaining step could
+    train on.
     """
-    wanted = -(-max(0, free_capacity - waiting) // group_size)
-    free = buffer_capacity - buffered - -(-(waiting + running) // group_size)
+    wanted = free = -(-max(0, free_capacity - waiting) // group_size)
+    if buffer_capacity is not None:
+        free = buffer_capacity - buffered - -(-(waiting + running) // group_size)
     left = (last_step - next_version) * groups_per_step - active - buffered
     return max(0, min(wanted, free, left))
 

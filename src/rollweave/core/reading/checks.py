@@ -5,8 +5,11 @@ Tests check them after every event, or after every few; production code never do
 
 import math
 
+import msgspec
+
 from rollweave.core import attempts
 from rollweave.core.fleet import Fleet
+from rollweave.core.policy.experience import is_measured
 from rollweave.core.policy.modes import acceptable
 from rollweave.core.reading.status import account
 from rollweave.core.run import Run
@@ -136,18 +139,23 @@ def _check_groups(run: Run) -> None:
 
 
 def _check_measured(run: Run) -> None:
-    """Assert that only groups in need of a ratio are measured, and that the trainer
-    does nothing else then.
+    """Assert that groups are measured only if the strategy chooses by what is measured,
+    and that the trainer does nothing else then.
     """
     trainer = run.state.trainer
     assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
     assert not (trainer.measuring and trainer.batch), trainer
-    assert not trainer.measuring or (run.config.buffer.sample == "ratio"), trainer
+    name = run.config.buffer.sample
+    measures = is_measured(run.rules.get(name, name))
+    assert measures or not trainer.measuring, trainer
     for group in run.state.groups.values():
-        assert (group.ratio is None) == (group.ratio_publication_id < 0), group
-        assert group.ratio is None or 0 < group.ratio < math.inf, group
-        assert group.ratio_publication_id < run.state.publication.next_id, group
+        if group.measures is not None:
+            assert measures, group
+            assert all(
+                value is None or 0 <= value < math.inf
+                for value in msgspec.structs.astuple(group.measures)
+            ), group
 
 
 def _check_weights(run: Run) -> None:

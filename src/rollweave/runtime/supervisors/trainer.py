@@ -34,7 +34,7 @@ from rollweave.runtime.supervisors.trainer_link import (
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import (
     GroupRef,
-    MeasureRatios,
+    MeasureGroups,
     PublishWeights,
     RestartTrainer,
     SaveCheckpoint,
@@ -44,8 +44,8 @@ from rollweave.schema.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
-    GroupRatio,
-    RatiosMeasured,
+    GroupMeasures,
+    GroupsMeasured,
     StepTrained,
     TrainerLost,
     TrainerReady,
@@ -149,7 +149,7 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
     def train(self, command: TrainStep) -> None:
         self._spawn(self._train, command, f"train {command.step}.{command.part}")
 
-    def measure(self, command: MeasureRatios) -> None:
+    def measure(self, command: MeasureGroups) -> None:
         trainer = self._processes.get(TRAINER_NAME)
         if trainer is None:
             return
@@ -252,7 +252,7 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         self,
         trainer: TrainerProcess,
         backend: TrainerBackend,
-        command: MeasureRatios,
+        command: MeasureGroups,
         *,
         entries: Sequence[StoredAttempt],
     ) -> None:
@@ -262,13 +262,11 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         reply = await backend.ask(stored)
         self._span("trainer", f"measure {step}.{part}", started, groups=len(groups))
         if isinstance(reply, Measured):
-            ratios = [
-                GroupRatio(id=group.id, ratio=ratio)
-                for group, ratio in zip(groups, reply.ratios, strict=True)
-            ]
-            self._post(
-                RatiosMeasured(epoch=trainer.epoch, step=step, part=part, ratios=tuple(ratios))
+            measured = tuple(
+                GroupMeasures(id=group.id, measures=measures)
+                for group, measures in zip(groups, reply.groups, strict=True)
             )
+            self._post(GroupsMeasured(epoch=trainer.epoch, step=step, part=part, groups=measured))
         else:
             self._post_failure(trainer, step, reply)
 
@@ -302,7 +300,7 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
 
     def _stored(
         self,
-        command: TrainStep | MeasureRatios,
+        command: TrainStep | MeasureGroups,
         entries: Sequence[StoredAttempt],
         *,
         parts: int,

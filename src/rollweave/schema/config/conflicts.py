@@ -332,7 +332,8 @@ CONFLICTS = (
 WITHOUT_EFFECT = (
     # Modes, and where rollouts run.
     Conflict(
-        f"{_all('buffer', BufferConfig)} ablation.changes=no_repack",
+        f"{_all('buffer', BufferConfig)} ablation.changes=no_repack "
+        "ablation.changes=no_buffer_places",
         _unless("rollout.mode", "decoupled"),
     ),
     Conflict("ablation.changes=no_early_updates", _unless("rollout.mode", "bounded")),

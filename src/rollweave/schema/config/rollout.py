@@ -108,15 +108,17 @@ class BufferConfig(Section):
     sample: Annotated[
         str,
         matching(
-            r"fifo|newest|advantage|ratio|staleness|[\w.]+:\w+",
-            "be fifo, newest, advantage, ratio, staleness or package.module:function",
+            r"fifo|newest|advantage|ratio|entropy|td_error|staleness|[\w.]+:\w+",
+            "be fifo, newest, advantage, ratio, entropy, td_error, staleness or "
+            "package.module:function",
         ),
     ] = Field(
         "fifo",
         description="The order in which groups are trained on (core/policy/experience.py): fifo, "
-        "newest, advantage (greatest first), ratio (nearest to 1; costs a forward pass "
-        "over the whole buffer before each step that has a choice), staleness (at "
-        "random, fresher ones more often), or `package.module:function`.",
+        "newest, advantage (greatest first), ratio (nearest to 1), entropy (of the current "
+        "policy, greatest first), td_error (of the critic, greatest first), staleness (at "
+        "random, fresher ones more often), or `package.module:function`. ratio, entropy and "
+        "td_error cost a forward pass over the whole buffer before each step that has a choice.",
     )
 
 

@@ -16,7 +16,7 @@ from rollweave.schema.config.conflicts import conflicts
 from rollweave.schema.config.engines import AllocationConfig, EngineConfig
 from rollweave.schema.config.rollout import ModeName, RewardConfig
 from rollweave.schema.config.sections import Sections
-from rollweave.schema.config.training import GROUPLESS, VLLM_HEAD_DIM
+from rollweave.schema.config.training import GROUPLESS, OF_CRITIC, VLLM_HEAD_DIM
 from rollweave.schema.errors import FieldError, FieldErrors
 from rollweave.schema.text import did_you_mean
 
@@ -77,6 +77,10 @@ class RunConfig(Sections):
                 yield FieldError(f"{section}.group_size", f"be at least 2 for {which}", size)
         if self.teacher is None and any(self.distills(name) for name in names):
             yield FieldError("teacher.url", "be given with algorithm.advantage distill", "none")
+        others = {self.algorithm_of(name).advantage for name in names} - OF_CRITIC
+        if self.buffer.sample == "td_error" and others:
+            rule = f"not be td_error unless all task domains have {' or '.join(sorted(OF_CRITIC))}"
+            yield FieldError("buffer.sample", rule, f"td_error with {', '.join(sorted(others))}")
         if trainer.ranks % trainer.tensor_parallel:
             rule = f"divide trainer.ranks ({trainer.ranks})"
             yield FieldError("trainer.tensor_parallel", rule, trainer.tensor_parallel)

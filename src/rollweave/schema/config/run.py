@@ -149,6 +149,7 @@ MECHANISMS = (
     "reward_overlap",
     "early_updates",
     "repack",
+    "buffer_places",
     "deltas",
     "staging",
     "prefix_cache",
@@ -182,7 +183,9 @@ class AblationConfig(Section):
         "slowest one before each turn), no_reward_overlap (rewards wait until the whole "
         "batch is rolled out), no_early_updates (mode bounded: engines take new weights when the "
         "next batch is complete, as in RollArt §6.2), no_repack (mode decoupled: the tail of an "
-        "engine's batch stays), no_deltas (relays send whole weights), no_staging (engines stop "
+        "engine's batch stays), no_buffer_places (mode decoupled: engines start trajectories "
+        "also where the buffer has no place left, and the stalest groups are evicted, as in "
+        "Laminar), no_deltas (relays send whole weights), no_staging (engines stop "
         "while they receive new weights), no_prefix_cache (an engine forgets finished turns), "
         "no_cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
     )

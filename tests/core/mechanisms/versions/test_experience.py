@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.versions import pacing
 from rollweave.core.mechanisms.versions.binding import buffer_limit
+from rollweave.core.policy.experience import Experience
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.work import Purpose
+from rollweave.schema.work import Measures, Purpose
 from tests.support.core import config, run_with_lost_controllers
 from tests.support.hand import E0, Hand, decoupled_config
 from tests.support.kinds import of
@@ -24,9 +26,9 @@ from tests.support.properties import examples
 from tests.support.random_world import World
 
 
-def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
+def buffered(*groups: tuple[int, float | None], sample: str = "newest") -> Run:
     """A run whose buffer has groups of two members, given by the oldest version that
-    they started on and the measured ratio.
+    they started on and the measured ratio; None if nothing was measured.
     """
     run_config = decoupled_config(buffer={"sample": sample})
     run = Hand(run_config).core._run
@@ -39,8 +41,7 @@ def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
             purpose=Purpose.TRAIN,
             since=0.0,
             status=GroupStatus.BUFFERED,
-            ratio=ratio,
-            ratio_publication_id=state.publication.id,
+            measures=None if ratio is None else Measures(ratio=ratio),
         )
         for member, reward in enumerate((None, 1.0, 0.5)):
             trajectory = Trajectory(
@@ -62,19 +63,11 @@ def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
 
 
 def test_a_group_is_seen_by_its_chosen_members() -> None:
-    run = buffered((3, 0.5), (1, 2.0))
+    run = buffered((3, 0.5), (1, None))
     views = pacing._views(run)
     assert [(one.id, one.arrived, one.initiated) for one in views] == [("b0", 0, 3), ("b1", 1, 1)]
-    expected = [((0.0, 1.0), 20, 0.5), ((0.0, 1.0), 40, 2.0)]
-    assert [(one.rewards, one.tokens, one.ratio) for one in views] == expected
-
-
-def test_a_ratio_counts_under_the_weights_of_its_measurement() -> None:
-    run = buffered((0, 0.5))
-    (group,) = [run.state.groups[group_id] for group_id in run.state.buffer]
-    assert pacing.ratio(run, group) == 0.5
-    run.state.publication.id += 1
-    assert pacing.ratio(run, group) is None
+    expected = [((0.0, 1.0), 20, Measures(ratio=0.5)), ((0.0, 1.0), 40, Measures())]
+    assert [(one.rewards, one.tokens, one.measures) for one in views] == expected
 
 
 def test_a_batch_is_chosen_by_the_strategy_or_by_arrival() -> None:
@@ -85,9 +78,9 @@ def test_a_batch_is_chosen_by_the_strategy_or_by_arrival() -> None:
     assert run.pacing.choose_batch(run, 2) == ["b0", "b1"]
 
 
-def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
+def test_measures_are_waited_for_only_while_there_is_a_choice() -> None:
     def waited_for(*groups: tuple[int, float | None], wanted: int, sample: str = "ratio") -> list:
-        run = buffered(*groups, sample=sample)  # type: ignore[arg-type]
+        run = buffered(*groups, sample=sample)
         return run.pacing.unmeasured(run, wanted)
 
     known, unknown = (0, 1.0), (0, None)
@@ -95,6 +88,24 @@ def test_ratios_are_waited_for_only_while_there_is_a_choice() -> None:
     assert waited_for(known, known, unknown, wanted=2) == [], "enough are measured"
     assert waited_for(known, unknown, wanted=2) == [], "all are taken"
     assert waited_for(known, unknown, unknown, wanted=2, sample="newest") == []
+
+
+@pytest.mark.parametrize("changes", [[], ["no_buffer_places"]])
+def test_engines_stop_for_want_of_places_or_run_on_and_evict(changes: list[str]) -> None:
+    """While the first step takes forever."""
+    hand = Hand(decoupled_config(engines=1, batch=4, ablation={"changes": changes}))
+    state, most = hand.core.state, buffer_limit(hand.core._run)
+    for _ in range(8 * most):
+        if turns := hand.on(E0):
+            hand.end(turns[0])
+        assert len(state.buffer) <= most
+    assert bool(hand.on(E0)) == bool(changes)
+    assert (state.counters.evicted > 0) == bool(changes)
+    if changes:
+        arrived = [state.groups[name].index for name in state.buffer]
+        assert len(arrived) == most
+        hand.train()
+        assert [ref.id for ref in hand.steps[1].groups] != []
 
 
 def test_groups_beyond_the_limit_have_no_place() -> None:
@@ -119,8 +130,13 @@ def test_a_draw_follows_from_its_key_and_is_uniform() -> None:
 
 
 def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
-    buffer = {"sample": "ratio", **sections.pop("buffer", {})}
-    return decoupled_config(engines=1, batch=8, groups=groups, buffer=buffer, **sections)
+    return by("ratio", groups=groups, **sections)
+
+
+def by(sample: str, *, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
+    """A run with a choice by this strategy, whose estimator has a critic."""
+    fields = {"buffer": {"sample": sample}, "algorithm": {"advantage": "gae"}, **sections}
+    return decoupled_config(engines=1, batch=8, groups=groups, **fields)
 
 
 def full(hand: Hand, count: int) -> list[GroupId]:
@@ -138,16 +154,18 @@ def next_one(hand: Hand) -> GroupId:
     return new.pop()
 
 
-def answer(command: c.MeasureRatios, *ratios: float, epoch: int = 0) -> e.RatiosMeasured:
-    """The ratios of the requested groups, in their order."""
+def answer(
+    command: c.MeasureGroups, *values: float, of: str = "ratio", epoch: int = 0
+) -> e.GroupsMeasured:
+    """The values of the requested groups, in their order."""
     entries = tuple(
-        e.GroupRatio(id=ref.id, ratio=ratio)
-        for ref, ratio in zip(command.groups, ratios, strict=True)
+        e.GroupMeasures(id=ref.id, measures=Measures(**{of: value}))
+        for ref, value in zip(command.groups, values, strict=True)
     )
-    return e.RatiosMeasured(epoch=epoch, step=command.step, part=command.part, ratios=entries)
+    return e.GroupsMeasured(epoch=epoch, step=command.step, part=command.part, groups=entries)
 
 
-def requested_groups(command: c.MeasureRatios) -> list[GroupId]:
+def requested_groups(command: c.MeasureGroups) -> list[GroupId]:
     return [ref.id for ref in command.groups]
 
 
@@ -172,6 +190,40 @@ def test_the_step_takes_the_ratios_nearest_to_one() -> None:
         "1.5 is nearer than 0.6: they are ratios"
     )
     assert list(hand.core.state.buffer) == [waiting[0], waiting[1], waiting[3]]
+
+
+@pytest.mark.parametrize("sample", ["entropy", "td_error"])
+def test_the_step_takes_the_greatest(sample: str) -> None:
+    hand = Hand(by(sample))
+    waiting = full(hand, 4)
+    hand.train()
+    hand.feed(answer(hand.measures[0], 0.0, 0.5, 1.5, 0.6, of=sample))
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[2]]
+    hand.train()
+    assert requested_groups(hand.measures[1]) == [waiting[0], waiting[1], waiting[3]], (
+        "measures hold until the next weights are published"
+    )
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_a_function_sees_what_is_measured_if_it_asks(measures: bool) -> None:
+    seen: list[Measures] = []
+
+    def calmest(experiences: Sequence[Experience], version: int) -> list[GroupId]:
+        seen[:] = [one.measures for one in experiences]
+        return [one.id for one in sorted(experiences, key=lambda one: one.measures.entropy or 9.0)]
+
+    calmest.measures = measures  # type: ignore[attr-defined]
+    hand = Hand(by("own:calmest"), **{"own:calmest": calmest})
+    waiting = full(hand, 3)
+    hand.train()
+    assert len(hand.measures) == measures
+    if measures:
+        hand.feed(answer(hand.measures[0], 0.75, 0.25, 0.5, of="entropy"))
+        assert seen == [Measures(entropy=value) for value in (0.75, 0.25, 0.5)]
+    else:
+        assert seen == [Measures()] * 3
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[1 if measures else 0]]
 
 
 def test_a_ratio_holds_for_one_version() -> None:
@@ -305,6 +357,12 @@ class Judge(World):
 
     choices = 0
 
+    def urgency(self, measures: Measures) -> float:
+        """Return a number that is the least for the group to be chosen first."""
+        sample = self.config.buffer.sample
+        value = getattr(measures, sample)
+        return abs(math.log(value)) if sample == "ratio" else -value
+
     def later(self, event: e.Event, delay: float | None = None) -> None:
         """Train slowly, so that the buffer fills up."""
         super().later(event, 20.0 if isinstance(event, e.StepTrained) else delay)
@@ -314,12 +372,14 @@ class Judge(World):
         super().feed(event)
         for step in of(self.commands[-1], c.TrainStep):
             chosen, left = [ref.id for ref in step.groups], list(self.core.state.buffer)
-            if not isinstance(event, e.RatiosMeasured):
-                assert left == [], "there was a choice, and it was not by ratio"
+            if not isinstance(event, e.GroupsMeasured):
+                assert left == [], "there was a choice, and nothing was measured"
                 continue
             self.choices += 1
             measured = {
-                entry.id: abs(math.log(entry.ratio)) for entry in event.ratios if entry.id in before
+                entry.id: self.urgency(entry.measures)
+                for entry in event.groups
+                if entry.id in before
             }
             assert (
                 chosen
@@ -333,8 +393,10 @@ SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
 
 
 @settings(max_examples=examples(40))
-@example(seed=1, failure=0.0, hang=0.0, running=4, alpha=None, kills=[])
+@example(seed=1, failure=0.0, hang=0.0, running=4, alpha=None, kills=[], sample="ratio", changes=[])
 @given(
+    changes=st.sampled_from([[], ["no_buffer_places"]]),
+    sample=st.sampled_from(["ratio", "entropy", "td_error"]),
     seed=st.integers(0, 10_000),
     failure=st.sampled_from([0.0, 0.02, 0.1]),
     hang=st.sampled_from([0.0, 0.0, 0.01]),
@@ -342,20 +404,24 @@ SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
     alpha=st.sampled_from([None, 1]),
     kills=st.lists(st.integers(5, 300), max_size=2),
 )
-def test_any_world_is_accounted_for_and_trained_by_ratio(
+def test_any_world_is_accounted_for_and_trained_by_what_is_measured(
+    sample: str,
     seed: int,
     failure: float,
     hang: float,
     running: int,
     alpha: int | None,
     kills: list[int],
+    changes: list[str],
 ) -> None:
     world = Judge(
         config(
             "decoupled",
             steps=6,
             rollout={**SETTINGS, "alpha": alpha, "max_running": running},
-            buffer={"sample": "ratio"},
+            buffer={"sample": sample},
+            algorithm={"advantage": "gae"},
+            ablation={"changes": changes},
             eval={"every": 2},
             watchdog={"restarts": 100},
         ),

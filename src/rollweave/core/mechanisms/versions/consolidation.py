@@ -35,14 +35,6 @@ from rollweave.schema.events import StepTime
 KV_MAX = 0.99
 """Share of a replica's KV that counts as full (Laminar's C_max)."""
 
-SLOWER = 2.0
-"""Maximum ratio of a step's time to the time of a step with one sequence. Measured
-steps have a fixed part and a part per sequence; the two are equal at the roofline's
-ridge, and a full engine's steps are longer still. (For the simulated engines, by
-published figures of an H800, B is then 288, 222 and 211 for Laminar's three sizes; the
-ratio of weights to compute alone gives about 250.)
-"""
-
 
 class Replica(Struct, frozen=True, kw_only=True):
     """An engine with trajectories in flight, with the weights `publication_id`.
@@ -101,13 +93,20 @@ def repack(replicas: Sequence[Replica], *, batch_max: int) -> list[Move]:
 
 
 def batch_bound(profile: Sequence[StepTime], *, largest: int) -> int:
-    """Return B: the largest batch up to `largest` whose step takes at most `SLOWER`
-    times as long as a step with one sequence. Laminar takes B from the roofline, where
-    decoding turns from memory-bound into compute-bound: before that point, a step
-    mostly reads the weights, for any number of sequences. Here B is read off measured
-    step times, smoothed (`step_times`), at the shortest measured context; a longer
-    context costs memory, which `KV_MAX` bounds. An engine without a profile has no such
-    bound: `largest`. Raises ValueError for an invalid bound.
+    """Return B, at most `largest`: the largest batch whose sequences take at most as
+    long as what a step takes anyway. Laminar takes B from the roofline, where decoding
+    turns from memory-bound into compute-bound: before that point, a step mostly reads
+    the weights, for any number of sequences. Here both parts are measured: a step with
+    one sequence is what a step takes anyway, and a sequence takes what it adds to a
+    step in the upper half of the measured batches.
+
+    The step times are smoothed (`step_times`) and those of the shortest measured
+    context; a longer context costs memory, which `KV_MAX` bounds. An engine without a
+    profile has no such bound: `largest`; an engine with a single measured batch is
+    bounded by it. Raises ValueError for an invalid bound.
+
+    (For the simulated engines, by published figures of an H800, B is 287, 221 and 172
+    for Laminar's three sizes; the ratio of weights to compute alone gives about 250.)
     """
     if largest < 1:
         raise ValueError(f"largest must be at least 1, got {largest}")
@@ -115,9 +114,13 @@ def batch_bound(profile: Sequence[StepTime], *, largest: int) -> int:
         return largest
     shortest = min(point.context for point in profile)
     points = [point for point in profile if point.context == shortest]
-    reach = largest if len({point.batch for point in points}) > 1 else min(largest, points[0].batch)
-    step_s = step_times(points, largest=reach)
-    return max(1, int(step_s.searchsorted(SLOWER * step_s[0], side="right")))
+    first, last = (pick(point.batch for point in points) for pick in (min, max))
+    if first == last:
+        return min(largest, last)
+    step_s = step_times(points, largest=last + last - first)
+    sequence_s = float(step_s[-1] - step_s[last - 1]) / (last - first)  # beyond the measurements
+    anyway_s = float(step_s[0])
+    return largest if largest * sequence_s <= anyway_s else max(1, int(anyway_s / sequence_s))
 
 
 def _is_candidate(replica: Replica, batch_max: int) -> bool:
@@ -226,6 +229,12 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
 def _kv_tokens(run: Run, engine: Engine) -> int:
     """Context tokens of all assigned trajectories, which their KV holds now or with
     their next turn.
+
+    This is an estimate in place of Laminar's use of the KV cache: contexts are as old
+    as the last report on a turn, tokens that contexts share count several times, and
+    trajectories at their tools count, because their KV moves along. What engines say of
+    their own cache does not reach the core: it is sampled once per training step, for
+    the metrics, and covers only turns that are being sampled.
     """
     return sum(_context(trajectory) for trajectory in _assigned(run, engine.id))
 

@@ -14,22 +14,15 @@ from rollweave.core.mechanisms.lengths.index import work_of
 from rollweave.core.mechanisms.versions import binding
 from rollweave.core.mechanisms.versions.binding import weights_of
 from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
-from rollweave.core.policy.experience import Experience, evict, sample
+from rollweave.core.policy.experience import Experience, evict, is_measured, sample
 from rollweave.core.policy.redundancy import pool_room
 from rollweave.core.run import Pacing, Run
-from rollweave.core.state import Engine, Group, GroupStatus, Trajectory
+from rollweave.core.state import Engine, GroupStatus, Trajectory
 from rollweave.schema.base import EngineId, GroupId
-from rollweave.schema.work import Purpose
+from rollweave.schema.work import Measures, Purpose
 
 FUNCTION_MARK = ":"
 """Part of every name of a user's function, `package.module:function`."""
-
-
-def ratio(run: Run, group: Group) -> float | None:
-    """The ratio measured under the trainer's current weights; None if it was not
-    measured.
-    """
-    return group.ratio if group.ratio_publication_id == run.state.publication.id else None
 
 
 def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:
@@ -64,7 +57,7 @@ def _views(run: Run) -> list[Experience]:
                 initiated=min(member.initiated for member in members),
                 rewards=tuple(member.reward or 0.0 for member in members),
                 tokens=sum(member.tokens for member in members),
-                ratio=ratio(run, group),
+                measures=group.measures or Measures(),
             )
         )
     return experiences
@@ -82,7 +75,9 @@ class IndependentPacing(Pacing):
         return True
 
     def room(self, run: Run) -> int:
-        """Return as many groups as fill the free capacity of engines and buffer."""
+        """Return as many groups as fill the free capacity of engines and buffer, or of
+        engines alone where they run on as in Laminar.
+        """
         state, rollout = run.state, run.config.rollout
         size = min(run.group_sizes.values())
         drawing = sum(
@@ -96,7 +91,11 @@ class IndependentPacing(Pacing):
             group_size=size,
             active=len(state.drawing.active),
             buffered=len(state.buffer),
-            buffer_capacity=binding.buffer_capacity(run),
+            buffer_capacity=(
+                None
+                if "buffer_places" in run.config.ablation.without
+                else binding.buffer_capacity(run)
+            ),
             next_version=run.next_version(),
             groups_per_step=rollout.groups_per_step,
             last_step=run.config.run.steps,
@@ -184,15 +183,15 @@ class IndependentPacing(Pacing):
         )
 
     def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
-        """The groups whose ratios the next (mini-)batch waits for, if there is a choice
-        and too few groups are measured to make it. A group that arrives while other
-        groups are measured is left for the next step, so that a step is held up only
-        once.
+        """The groups that are measured before the next (mini-)batch, if there is a
+        choice by what is measured and too few groups are measured to make it. A group
+        that arrives while other groups are measured is not measured for this step, so
+        that a step is held up only once.
         """
-        state = run.state
-        if run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
+        state, name = run.state, run.config.buffer.sample
+        if len(state.buffer) <= wanted or not is_measured(run.rules.get(name, name)):
             return []
-        left = [group_id for group_id in state.buffer if ratio(run, state.groups[group_id]) is None]
+        left = [group_id for group_id in state.buffer if state.groups[group_id].measures is None]
         return left if len(state.buffer) - len(left) < wanted else []
 
     def surplus(self, run: Run) -> list[GroupId]:

@@ -1,5 +1,5 @@
-"""Runs that train by ratio, through real processes: the fake trainer waits until there
-is a choice, and fails on request.
+"""Runs that train by what the trainer measures, through real processes: the fake
+trainer waits until there is a choice, and fails on request.
 """
 
 import json
@@ -22,15 +22,16 @@ at most eight groups complete four.
 """
 
 
-def by_ratio(directory: Path) -> RunConfig:
+def by(directory: Path, sample: str = "ratio") -> RunConfig:
     """Return a configuration that trains one group of two per step, of up to eight that
-    wait, with one engine so that nothing is consolidated.
+    wait, with one engine so that nothing is consolidated, and a critic.
     """
     config = fake_runs.make_config(
         directory,
         steps=STEPS,
         rollout={"mode": "decoupled", "groups_per_step": 1, "max_running": 16},
-        buffer={"sample": "ratio"},
+        buffer={"sample": sample},
+        algorithm={"advantage": "gae"},
         engines={"count": 1},
     )
     assert config.model.path is not None
@@ -46,24 +47,25 @@ def assert_trained_once(config: RunConfig) -> None:
 
 
 def choices(config: RunConfig) -> int:
-    """Return the steps that were chosen by ratio: of the groups that the fake trainer
-    measured, each took the last one, which it reports as nearest.
+    """Return the steps that were chosen by a measured value: of the groups that the
+    fake trainer measured, each took the last one, whose value it makes the best.
     """
     history = list(Replay(fake_runs.run_dir(config) / "journal.bin", config))
     Referee().watch(history)
     count, last = 0, ""
     for _, event, commands in history:
         for command in commands:
-            if isinstance(command, c.MeasureRatios):
+            if isinstance(command, c.MeasureGroups):
                 last = command.groups[-1].id
-            elif isinstance(command, c.TrainStep) and isinstance(event, e.RatiosMeasured):
+            elif isinstance(command, c.TrainStep) and isinstance(event, e.GroupsMeasured):
                 count += 1
                 assert [group.id for group in command.groups] == [last]
     return count
 
 
-def test_steps_train_the_nearest_groups(tmp_path: Path) -> None:
-    config = by_ratio(tmp_path)
+@pytest.mark.parametrize("sample", ["ratio", "entropy", "td_error"])
+def test_steps_train_the_best_of_the_measured_groups(tmp_path: Path, sample: str) -> None:
+    config = by(tmp_path, sample)
     summary = fake_runs.run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
     assert_trained_once(config)
@@ -79,7 +81,7 @@ def test_steps_train_the_nearest_groups(tmp_path: Path) -> None:
 @pytest.mark.variants
 @pytest.mark.parametrize("what", ["kill-trainer-2", "fail-measure-2"])
 def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, what: str) -> None:
-    config = by_ratio(tmp_path)
+    config = by(tmp_path)
     fake_runs.fault(config, what)
     summary = fake_runs.run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
@@ -96,7 +98,7 @@ def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, wha
 
 
 def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
-    config = by_ratio(tmp_path)
+    config = by(tmp_path)
     fake_runs.fault(config, "nan-measure-2")
     summary = fake_runs.run(config)
     assert summary.error.startswith("step 2: no number; batch of groups g")
@@ -107,7 +109,7 @@ def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_controller_lost_while_the_trainer_measures_resumes(tmp_path: Path) -> None:
-    config = by_ratio(tmp_path)
+    config = by(tmp_path)
     fake_runs.fault(config, "kill-controller-2")
     assert fake_runs.controller(config).wait(60) == -signal.SIGKILL
     fake_runs.assert_no_processes(config)
