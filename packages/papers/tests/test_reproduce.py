@@ -40,6 +40,26 @@ def test_prints_tables_and_json_and_writes_a_page(tmp_path: Path) -> None:
     assert text.count("| missing |") == sum(row["ours"] is None for row in rows)
 
 
+def test_ends_with_a_summary_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(
+        Row(experiment="rollart-table5", row=str(value), published=2.0, ours=value)
+        for value in (2.1, 2.4, 0.5)
+    )
+    monkeypatch.setattr(
+        "rollweave_papers.command.run",
+        lambda experiments, **_: (
+            Finished(experiment=one, rows=rows, seconds=0.0) for one in experiments
+        ),
+    )
+    code, out, _ = invoke("rollart-table5", "--json")
+    assert code == 0
+    *_, sentence, values = out.splitlines()
+    assert sentence.startswith("3 rows, 0 of them missing. 3 rows are comparable")
+    assert "The sign agrees in 2 of 3 rows" in sentence
+    summary = json.loads(values)["summary"]
+    assert (summary["within_10"], summary["within_25"], summary["signs_agree"]) == (1, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -17,6 +17,7 @@ SLOW = frozenset(
             for figure in ("fig10b", "fig13")
             for size in ("8b", "14b", "32b")
         ),
+        "rollart-fig10b-varied",
         *(f"rollart-{figure}" for figure in ("fig10c", "fig11a", "fig11b", "fig12", "fig14a")),
         *(f"rollart-{one}" for one in ("fig14b", "table4", "table5")),
         *(

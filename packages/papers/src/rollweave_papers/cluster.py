@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,11 +20,14 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import RollweaveError
+from rollweave_papers.results import span
+from rollweave_sim.cost import TrainerCost
 from rollweave_sim.families import INIT_TIMEOUT_S
+from rollweave_sim.hardware import gpu, link, model
 from rollweave_sim.run import Outcome, SimMetrics, simulate
 from rollweave_sim.workers import Dedicated, Judges, Serverless
 from rollweave_sim.workload import Plan, Workload, workload
-from rollweave_sim.world import Costs, Journal, World
+from rollweave_sim.world import Costs, Journal, World, costs_of
 
 SLOTS = 256
 """Sequences that an engine decodes at once: the default `max_num_seqs` of vLLM 0.8,
@@ -179,8 +182,15 @@ class Pace(Struct, frozen=True, kw_only=True):
     outcome: Any
 
 
-def pace(setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None) -> Pace:
-    """Return the mean over `steps` steps.
+def pace(
+    setup: Setup,
+    *,
+    steps: int,
+    vary: Callable[[Workload], Workload] | None = None,
+    training: float = 1.0,
+) -> Pace:
+    """Return the mean over `steps` steps, where training takes `training` times as long
+    as by its costs.
 
     Excluded are the first, which has no predecessor, and those at the end, which
     overlap with fewer rollouts because rollouts that could not be trained on are not
@@ -193,7 +203,7 @@ def pace(setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | Non
         if setup.mode in ("bounded", "partial")
         else 1
     )
-    outcome = steps_of(setup, steps=steps + 1 + ahead, vary=vary)
+    outcome = steps_of(setup, steps=steps + 1 + ahead, vary=vary, training=training)
     seconds = sum(outcome.step_s[:steps])
     tokens = sum(line["batch_tokens"] for line in outcome.steps[1 : steps + 1])
     return Pace(step_s=seconds / steps, tokens_per_s=tokens / seconds, outcome=outcome)
@@ -215,6 +225,23 @@ def rollouts(
     return [float(first_step(setup, seed=seed, vary=vary).steps[0]["at"]) for seed in range(steps)]
 
 
+class Ratio(NamedTuple):
+    """The ratio of two means over the same seeds, and the range of the seeds' ratios;
+    None with one seed.
+    """
+
+    mean: float
+    seeds: tuple[float, float] | None
+
+
+def ratio_of(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Return the mean of `above` over that of `below`, where values at the same place
+    have the same seed.
+    """
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    return Ratio(statistics.fmean(above) / statistics.fmean(below), span(ratios))
+
+
 def first_step(
     setup: Setup, *, seed: int = 0, vary: Callable[[Workload], Workload] | None = None
 ) -> Outcome:
@@ -229,14 +256,18 @@ def steps_of(
     seed: int = 0,
     vary: Callable[[Workload], Workload] | None = None,
     watch: Journal | None = None,
+    training: float = 1.0,
 ) -> Outcome:
-    """Simulate this many steps of a run; `watch` receives every event.
+    """Simulate this many steps of a run; `watch` receives every event, and training
+    takes `training` times as long as by its costs.
 
     Raises ExperimentError.
     """
     work = {task: (vary or _as_it_is)(workload(task)) for task in setup.tasks}
+    config = setup.config(steps=steps, seed=seed)
     outcome = simulate(
-        setup.config(steps=steps, seed=seed),
+        config,
+        costs=None if training == 1 else (costs_of(config)[0], Longer(setup, training)),
         work=work,
         watch=watch,
         rewards=setup.rewards(),
@@ -249,6 +280,22 @@ def steps_of(
 
 def _as_it_is(work: Workload) -> Workload:
     return work
+
+
+class Longer(TrainerCost):
+    """The trainer of a set-up on H800, whose steps take `factor` times as long."""
+
+    def __init__(self, setup: Setup, factor: float) -> None:
+        super().__init__(
+            gpu=gpu("h800"),
+            model=model(setup.model),
+            gpus=setup.trainer_gpus,
+            link=link(setup.link),
+        )
+        self._factor = factor
+
+    def step_s(self, *, tokens: int, context: int) -> float:
+        return self._factor * super().step_s(tokens=tokens, context=context)
 
 
 class Transfer:

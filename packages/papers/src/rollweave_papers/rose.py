@@ -14,10 +14,11 @@ from rollweave_papers.cluster import (
     Watched,
     first_step,
     mean_of,
-    rollout_s,
+    ratio_of,
+    rollouts,
     steps_of,
 )
-from rollweave_papers.results import Experiment, Row
+from rollweave_papers.results import Experiment, Row, span
 from rollweave_sim.cost import LINK_EFFICIENCY, EngineCost, TrainerCost
 from rollweave_sim.hardware import GPUS_PER_MACHINE, ModelShape, gpu, link, model
 from rollweave_sim.relays import DELTA_SHARE
@@ -73,24 +74,32 @@ def fig1c(quick: bool) -> list[Row]:
     steps = 1 if quick else 4
     setup = FROZENLAKE.but(group_size=8, slots=256)
     eight, bare = (
-        rollout_s(setup.but(without=missing), steps=steps) for missing in ((), ("prefix_cache",))
+        rollouts(setup.but(without=missing), steps=steps) for missing in ((), ("prefix_cache",))
     )
     note = f"{mean_of(steps, 'rollout')}; as many sequences at once as vLLM's default"
+    gain = ratio_of(bare, eight)
     rows = [
-        Row(row="rollout without over with prefix caching, 8 GPUs", ours=bare / eight, note=note),
+        Row(
+            row="rollout without over with prefix caching, 8 GPUs",
+            ours=gain.mean,
+            seeds=gain.seeds,
+            note=note,
+        ),
         Row(
             row="rollout on 8 GPUs",
-            ours=eight,
+            ours=statistics.fmean(eight),
             unit="s",
+            seeds=span(eight),
             note=f"{note}; tokens of a turn are assumptions",
         ),
     ]
     if not quick:
-        sixteen = rollout_s(setup.but(rollout_gpus=16), steps=steps)
+        gain = ratio_of(eight, rollouts(setup.but(rollout_gpus=16), steps=steps))
         rows.append(
             Row(
                 row="8 over 16 GPUs",
-                ours=eight / sixteen,
+                ours=gain.mean,
+                seeds=gain.seeds,
                 note=f"{note}; published: ratio of the times",
             )
         )
@@ -131,6 +140,7 @@ def _beside_users(quick: bool) -> list[Row]:
     sharing = [
         first_step(alone.but(serving=SERVING, borrowed=16), seed=seed) for seed in range(steps)
     ]
+    gain = ratio_of(rollouts(alone, steps=steps), [float(one.steps[0]["at"]) for one in sharing])
     users = [one.serving for one in sharing if one.serving is not None]
     late = max(max(one.late_first, one.late_tokens) for one in users)
     note = (
@@ -141,8 +151,8 @@ def _beside_users(quick: bool) -> list[Row]:
     return [
         Row(
             row="rollout speed-up with 16 GPUs that serve as well",
-            ours=rollout_s(alone, steps=steps)
-            / statistics.fmean(float(one.steps[0]["at"]) for one in sharing),
+            ours=gain.mean,
+            seeds=gain.seeds,
             note=note,
         ),
         Row(
@@ -253,7 +263,7 @@ def fig10(quick: bool) -> list[Row]:
         f"simulated run: {SENDER_GPUS} GPUs train, and relays on {machines} machines receive one "
         "copy at 80 % of one link"
     )
-    theirs = "theirs has a link for each machine, and takes seconds that no link explains"
+    theirs = "theirs has a link for each machine"
     changed = f"{DELTA_SHARE:.2%} of the bytes (PULSE's share for a 7B model)"
     rows = []
     for size in ("8B",) if quick else tuple(SIZES):
@@ -316,23 +326,26 @@ def table3(quick: bool) -> list[Row]:
             note += "; turns and lengths of ALFWorld are assumptions"
         for where, gpus in PLACES[size].items():
             setup = ROUTED[size].but(rollout_gpus=gpus)
-            seconds = {
-                name: rollout_s(setup.but(policies=(name,)), steps=steps)
-                for name in ("pinned", "earliest", *TURN_WISE.values())
-            }
+            pinned, *others = (
+                rollouts(setup.but(policies=(name,)), steps=steps)
+                for name in ("pinned", *TURN_WISE.values(), "earliest")
+            )
+            *gains, earliest = (ratio_of(pinned, other) for other in others)
             rows += [
                 Row(
                     row=f"{size} {way} over pinned, {where}",
-                    ours=seconds["pinned"] / seconds[name],
+                    ours=gain.mean,
+                    seeds=gain.seeds,
                     note=note,
                 )
-                for way, name in TURN_WISE.items()
+                for way, gain in zip(TURN_WISE, gains, strict=True)
             ]
             rows.append(
                 Row(
                     row=f"{size} earliest finish over pinned, {where}",
-                    ours=seconds["pinned"] / seconds["earliest"],
-                    note=f"{note}; our rule (mechanisms/placement/elastic)",
+                    ours=earliest.mean,
+                    seeds=earliest.seeds,
+                    note=f"{note}; our rule (core/mechanisms/placement/elastic)",
                     own=True,
                 )
             )

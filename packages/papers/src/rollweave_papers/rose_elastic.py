@@ -59,10 +59,10 @@ def resource_fixed(setup: Setup) -> Setup:
 
 def fig7(quick: bool) -> list[Row]:
     """Reproduce ROSE §6.1: tokens per second over those of resource-fixed baselines."""
-    reasons = {
+    conditions = {
         "ROLL-GRPO": "one-step",
-        "ROLL-DAPO": "one-step; half of our attempts succeed, so that few groups are filtered; "
-        "the paper launches up to 5.7 times a batch",
+        "ROLL-DAPO": "one-step; at most twice a batch is launched, where the paper has up to 5.7 "
+        "times; half of our attempts succeed",
         "AReaL": "both in mode partial, which is our reading, with η = 1",
     }
     rows = []
@@ -80,7 +80,7 @@ def fig7(quick: bool) -> list[Row]:
                     row=f"{size} ROSE over {name}, throughput",
                     ours=rose / fixed,
                     note=f"{mean_of(steps, 'step')}; the baseline keeps a trajectory on one "
-                    f"engine, as its code does; {reasons[name]}",
+                    f"engine, as its code does; {conditions[name]}",
                 )
             )
     return rows
@@ -163,7 +163,7 @@ def fig8(quick: bool) -> list[Row]:
     names = {"serverless": "λRL", "spot": "RLBoost+", "rose": "ROSE"}
     what = {
         "serverless": f"serverless engines end every 15 minutes, start in {START_S:g} s, and their "
-        "turns continue elsewhere with the tokens that they have",
+        "turns continue elsewhere with the tokens that they have, where the paper restarts them",
         "spot": f"spot instances are drawn: there for {UP_S / 60:g} minutes in the mean, then not "
         f"for {DOWN_S / 60:g}; the paper's trace is a figure alone",
         "rose": "published: its factor over RLBoost+ times that one's over ROLL",
