@@ -16,6 +16,7 @@ from rollweave_papers.cluster import (
     Setup,
     SlowStarts,
     pace,
+    ratio_of,
     rollout_s,
 )
 from rollweave_sim.cost import TrainerCost
@@ -166,3 +167,17 @@ def test_kinds_of_gpus_are_pools_that_tasks_prefer() -> None:
     engines, _ = costs_of(config)
     assert engines.keys() == {("h800", 2), ("h20", 2)}
     assert engines["h800", 2].kv_tokens < engines["h20", 2].kv_tokens, "80 and 96 GB"
+
+
+def test_training_may_take_longer_and_nothing_else_does() -> None:
+    """A synchronous step is a rollout, which stays, and training."""
+    plain, longer = (pace(SMALL, steps=1, training=factor) for factor in (1.0, 5.0))
+    trained = [one.outcome.steps[0]["trainer"]["train_s"] for one in (plain, longer)]
+    assert trained[1] == pytest.approx(5 * trained[0])
+    assert longer.step_s - plain.step_s == pytest.approx(trained[1] - trained[0], abs=0.01)
+    assert plain.outcome.steps[0]["at"] == longer.outcome.steps[0]["at"]
+
+
+def test_a_ratio_is_that_of_means_with_the_range_of_each_seed() -> None:
+    assert ratio_of([2.0, 6.0], [4.0, 4.0]) == (1.0, (0.5, 1.5))
+    assert ratio_of([2.0], [4.0]) == (0.5, None)
