@@ -1,10 +1,11 @@
 """Engines that hosts lend: where they are, and when they are given back."""
 
+from rollweave.core import engines
 from rollweave.core.mechanisms import loans
-from rollweave.core.mechanisms.loans import IDLE_S, Loans
+from rollweave.core.mechanisms.loans import IDLE_S, RETRY_S, Loans
 from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine
 from rollweave.core.run import Run
-from rollweave.core.state import Phase
+from rollweave.core.state import Engine, Phase
 from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.events import EngineSlot, Lender, LendersReported
@@ -17,14 +18,18 @@ LENDS = HostSlot(number=1, name="lends", machine="lends", lends=True)
 REPORT = LendersReported(lenders=(Lender(name="lends", kv_use=0.5, host=1),))
 
 
-def borrower() -> Run:
+def borrower(*, most: int = 2) -> Run:
     """Return a run on a host of its own, beside a host that lends."""
-    run = running(
-        weights={"relays": 0}, loans={"engines": 2}, cluster={"address": "127.0.0.1:1", "hosts": 1}
-    )
+    cluster = {"address": "127.0.0.1:1", "hosts": 1}
+    run = running(weights={"relays": 0}, loans={"engines": most}, cluster=cluster)
     run.state.hosts.up = {0: OWN, 1: LENDS}
     run.state.phase, run.out = Phase.RUNNING, []
     return run
+
+
+def borrowed(run: Run) -> list[Engine]:
+    """Return the engines that are borrowed now."""
+    return [engine for engine in run.state.engines.values() if engine.lender]
 
 
 def started(run: Run) -> list[tuple[int, str]]:
@@ -63,7 +68,7 @@ def test_an_engine_is_borrowed_on_its_host_and_only_while_the_host_is_up() -> No
 def test_engines_are_given_back_while_no_trajectory_needs_them() -> None:
     run = borrower()
     loans.on_reported(run, REPORT)
-    (engine,) = [one for one in run.state.engines.values() if one.lender]
+    (engine,) = borrowed(run)
     trajectory = TrajectoryId("t0")
     run.state.pools.run[trajectory] = None
     run.now = 10 * IDLE_S
@@ -85,3 +90,25 @@ def test_engines_are_given_back_while_no_trajectory_needs_them() -> None:
     run.state.pools.init[trajectory] = None
     loans.check_leases(run)
     assert started(run) == [(1, "lends")]
+
+
+def test_a_lender_whose_engine_fails_is_passed_over_for_a_while() -> None:
+    """Otherwise a lender that always fails, as one that is lent to another run does,
+    would be borrowed again and again, and the others never.
+    """
+    run = borrower(most=1)
+    run.state.hosts.up[2] = HostSlot(number=2, name="other", machine="other", lends=True)
+    report = LendersReported(lenders=(*REPORT.lenders, Lender(name="other", kv_use=0.9, host=2)))
+    loans.on_reported(run, report)
+    (engine,) = borrowed(run)
+    assert engine.lender == "lends"
+    engines.restart(run, engine, "it is lent to another run", lost=True)
+    (engine,) = borrowed(run)
+    assert engine.lender == "other"
+    run.now += RETRY_S / 2
+    engines.restart(run, engine, "it fails, too", lost=True)
+    loans.on_reported(run, report)
+    assert not borrowed(run), "both have failed"
+    run.now += RETRY_S / 2
+    loans.on_reported(run, report)
+    assert [engine.lender for engine in borrowed(run)] == ["lends"]

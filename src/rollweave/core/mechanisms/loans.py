@@ -4,7 +4,8 @@ engines with the lowest recent use of KV memory are borrowed, each by at most on
 A borrowed engine is an engine like any other. It joins in the middle of a step, loads
 weights while the run's own engines continue, takes turns only with weights that are at
 least as new as theirs (`core/fleet`), and leaves immediately when its lender asks for
-it: its turns continue elsewhere. It is never restarted: another lender takes its place.
+it: its turns continue elsewhere. It is never restarted: another lender takes its place,
+and a lender whose engine has failed is passed over for `RETRY_S`.
 When the run has had no trajectory for `IDLE_S`, because it trains, all borrowed engines
 are given back, so that the lenders have their memory; they are borrowed again as soon
 as a trajectory starts.
@@ -21,7 +22,7 @@ import msgspec
 from rollweave.core import dispatching, turns
 from rollweave.core.mechanisms import membership
 from rollweave.core.mechanisms.membership import members
-from rollweave.core.run import EngineMove, Mechanism, Run
+from rollweave.core.run import EngineFailure, EngineMove, Mechanism, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
@@ -30,6 +31,11 @@ from rollweave.schema.events import EngineSlot, Lender, LendersReported
 LEASE_S = 30.0
 """Seconds after which an engine is given back if its lender no longer reports it as
 lent to the run.
+"""
+
+RETRY_S = 60.0
+"""Seconds without a loan for a lender whose engine has failed. Without this pause, a
+lender that always fails would be tried again and again, although others may not fail.
 """
 
 IDLE_S = 30.0
@@ -75,6 +81,7 @@ class Loans(msgspec.Struct):
     reported_at: float = 0.0
     idle_since: float | None = None  # since when the run has had no trajectory
     resting: bool = False  # it has had none for `IDLE_S`, and borrows nothing
+    failed: dict[str, float] = {}  # when an engine of these lenders has failed
 
 
 def used(config: RunConfig) -> bool:
@@ -108,8 +115,15 @@ def on_reported(run: Run, event: LendersReported) -> None:
             dispatching.requeue_from(run, engine)
     part = run.part(Loans)
     part.lenders, part.reported_at = event.lenders, run.now
+    part.failed = {name: at for name, at in part.failed.items() if run.now - at < RETRY_S}
     if not part.resting:
         _borrow(run)
+
+
+def failed(run: Run, engine: Engine, _failure: EngineFailure) -> None:
+    """Pass over the lender of an engine that has failed while it was borrowed."""
+    if engine.lender and not engine.leaving:
+        run.part(Loans).failed[engine.lender] = run.now
 
 
 def removed(run: Run, engine: Engine) -> None:
@@ -120,12 +134,18 @@ def removed(run: Run, engine: Engine) -> None:
 
 def _borrow(run: Run) -> None:
     """Borrow the engines that may join, by the last report, if it is recent."""
-    if run.now - run.part(Loans).reported_at > LEASE_S:
+    part = run.part(Loans)
+    if run.now - part.reported_at > LEASE_S:
         return
-    lenders = {lender.name: lender for lender in run.part(Loans).lenders}
+    lenders = {lender.name: lender for lender in part.lenders}
     held = [engine.lender for engine in _borrowed(run)]
-    up = [lender for lender in lenders.values() if lender.host in {-1, *run.state.hosts.up}]
-    for lender_name in to_borrow(up, held=held, most=_most(run)):
+    able = [
+        lender
+        for lender in part.lenders
+        if lender.host in {-1, *run.state.hosts.up}
+        and run.now - part.failed.get(lender.name, -math.inf) >= RETRY_S
+    ]
+    for lender_name in to_borrow(able, held=held, most=_most(run)):
         slot = EngineSlot(
             id=members.next_id(run.state),
             degree=run.config.engines[0].degree,
@@ -133,7 +153,7 @@ def _borrow(run: Run) -> None:
             lender=lender_name,
         )
         if membership.start(run, slot):
-            run.part(Loans).engines[slot.id] = run.now
+            part.engines[slot.id] = run.now
 
 
 def check_leases(run: Run) -> None:
@@ -201,6 +221,6 @@ MECHANISM = Mechanism(
     state=Loans,
     handlers={LendersReported: on_reported},
     steps={"rests": check_leases},
-    follows={EngineMove.REMOVED: removed},
+    follows={EngineMove.FAILED: failed, EngineMove.REMOVED: removed},
     check=check,
 )
