@@ -1,8 +1,10 @@
 """Engines that hosts lend: where they are, and when they are given back."""
 
+import msgspec
+
 from rollweave.core import engines
 from rollweave.core.mechanisms import loans
-from rollweave.core.mechanisms.loans import IDLE_S, RETRY_S, Loans
+from rollweave.core.mechanisms.loans import IDLE_S, LEASE_S, RETRY_S, Loans
 from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Phase
@@ -112,3 +114,24 @@ def test_a_lender_whose_engine_fails_is_passed_over_for_a_while() -> None:
     run.now += RETRY_S / 2
     loans.on_reported(run, report)
     assert [engine.lender for engine in borrowed(run)] == ["lends"]
+
+
+def test_the_final_evaluation_keeps_what_is_borrowed_and_returns_it_at_once() -> None:
+    run = borrower()
+    loans.on_reported(run, REPORT)
+    (engine,) = borrowed(run)
+    run.state.phase = Phase.EVALUATING
+    run.state.pools.run[TrajectoryId("t0")] = None
+    lent = Lender(name="lends", kv_use=0.5, host=1, lent_to=run.config.run.name)
+    for _ in range(4):
+        run.now += 0.8 * LEASE_S
+        loans.on_reported(run, LendersReported(lenders=(lent,)))
+        loans.check_leases(run)
+        assert not engine.leaving, "its lender reports it"
+    recalled = msgspec.structs.replace(lent, recalled=True)
+    loans.on_reported(run, LendersReported(lenders=(recalled,)))
+    assert engine.leaving
+    engines.remove(run, engine, "it was withdrawn")
+    run.out = []
+    loans.on_reported(run, REPORT)
+    assert started(run) == [], "the run is about to end"

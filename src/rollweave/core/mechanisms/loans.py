@@ -91,9 +91,9 @@ def used(config: RunConfig) -> bool:
 
 def on_reported(run: Run, event: LendersReported) -> None:
     """Renew leases, give back the engines that must leave, and borrow the engines that
-    may join.
+    may join: while the run trains, and not for its end.
     """
-    if run.state.phase is not Phase.RUNNING:
+    if run.state.phase is Phase.FINISHED:
         return
     name = run.config.run.name
     known = {lender.name: lender for lender in event.lenders}
@@ -116,7 +116,7 @@ def on_reported(run: Run, event: LendersReported) -> None:
     part = run.part(Loans)
     part.lenders, part.reported_at = event.lenders, run.now
     part.failed = {name: at for name, at in part.failed.items() if run.now - at < RETRY_S}
-    if not part.resting:
+    if run.state.phase is Phase.RUNNING and not part.resting:
         _borrow(run)
 
 
