@@ -6,6 +6,7 @@ from rollweave.core import engines
 from rollweave.core.mechanisms import loans
 from rollweave.core.mechanisms.loans import IDLE_S, LEASE_S, RETRY_S, Loans
 from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine
+from rollweave.core.mechanisms.relays.state import Relays
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema import commands as c
@@ -135,3 +136,18 @@ def test_the_final_evaluation_keeps_what_is_borrowed_and_returns_it_at_once() ->
     run.out = []
     loans.on_reported(run, REPORT)
     assert started(run) == [], "the run is about to end"
+
+
+def test_the_only_own_host_stays_while_engines_are_borrowed() -> None:
+    """Its other engine and the trainer have nowhere else to go."""
+    run = borrower()
+    run.part(Relays).relayed = True
+    loans.on_reported(run, REPORT)
+    (lent,) = borrowed(run)
+    lent.version = 0
+    fails, stays = (one for one in run.state.engines.values() if not one.lender)
+    for _ in range(run.config.watchdog.restarts + 1):
+        engines.restart(run, fails, "it fails", lost=True)
+    assert [*run.state.hosts.up] == [0, 1]
+    assert [*run.state.engines] == [stays.id, lent.id]
+    assert not run.state.error
