@@ -7,7 +7,7 @@ from rollweave.core.mechanisms import loans
 from rollweave.core.mechanisms.loans import IDLE_S, LEASE_S, RETRY_S, Loans
 from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine
 from rollweave.core.mechanisms.relays.state import Relays
-from rollweave.core.run import Run
+from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -151,3 +151,20 @@ def test_the_only_own_host_stays_while_engines_are_borrowed() -> None:
     assert [*run.state.hosts.up] == [0, 1]
     assert [*run.state.engines] == [stays.id, lent.id]
     assert not run.state.error
+
+
+def test_a_new_world_borrows_nothing_until_its_own_hosts_have_reported() -> None:
+    """The numbers of a former world's hosts may be those of other hosts now."""
+    run = borrower()
+    loans.on_reported(run, REPORT)
+    former, run.state.engines = run.state.engines, {}
+    run.state.hosts.up = {0: msgspec.structs.replace(LENDS, number=0), 1: OWN}
+    run.follow(EngineMove.REPLACED, former)
+    run.out = []
+    run.state.pools.run[TrajectoryId("t0")] = None
+    run.part(Loans).resting = True
+    loans.check_leases(run)
+    assert started(run) == []
+    loans.on_reported(run, LendersReported(lenders=(Lender(name="lends", kv_use=0.5, host=0),)))
+    assert started(run) == [(0, "lends")]
+    assert [*run.part(Loans).engines] == [one.id for one in borrowed(run)]

@@ -15,7 +15,7 @@ engines than `loans.engines`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -89,6 +89,15 @@ def used(config: RunConfig) -> bool:
     return config.loans is not None
 
 
+def replaced(run: Run, _former: Mapping[EngineId, Engine]) -> None:
+    """Forget the lenders and loans of a former world: hosts have new numbers, and the
+    next report names the lenders of this world.
+    """
+    part = run.part(Loans)
+    part.engines, part.lenders, part.failed = {}, (), {}
+    part.idle_since, part.resting = None, False
+
+
 def on_reported(run: Run, event: LendersReported) -> None:
     """Renew leases, give back the engines that must leave, and borrow the engines that
     may join: while the run trains, and not for its end.
@@ -128,6 +137,7 @@ def failed(run: Run, engine: Engine, _failure: EngineFailure) -> None:
 
 def removed(run: Run, engine: Engine) -> None:
     """Borrow another engine in the place of one that has gone."""
+    run.part(Loans).engines.pop(engine.id, None)
     if engine.lender and run.state.phase is Phase.RUNNING and not run.part(Loans).resting:
         _borrow(run)
 
@@ -221,6 +231,10 @@ MECHANISM = Mechanism(
     state=Loans,
     handlers={LendersReported: on_reported},
     steps={"rests": check_leases},
-    follows={EngineMove.FAILED: failed, EngineMove.REMOVED: removed},
+    follows={
+        EngineMove.REPLACED: replaced,
+        EngineMove.FAILED: failed,
+        EngineMove.REMOVED: removed,
+    },
     check=check,
 )
