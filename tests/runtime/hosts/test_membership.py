@@ -341,10 +341,25 @@ async def test_hosts_that_hang_keep_no_others_out(
         assert here.listener.entering == ("b",)
 
 
+def lending_agent(port: int, *, name: str) -> HostAgent:
+    """Return the agent of a host that lends an engine to the run at this port."""
+    return HostAgent(
+        name=name,
+        controller=("127.0.0.1", port),
+        secret=SECRET,
+        resources=Resources(cpus=1, memory_bytes=1),
+        join_s=WAIT_S,
+        permissions=Permissions(lent="/nowhere"),
+        on_change=lambda _: None,
+    )
+
+
 async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not count among the hosts that the run waits for."""
+    """They do not count among the hosts that the run waits for, and may leave before it
+    begins.
+    """
     monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET.decode())
     shown: asyncio.Queue[str] = asyncio.Queue()
     events: asyncio.Queue[Event] = asyncio.Queue()
@@ -355,15 +370,13 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
         )
         gathering = asyncio.create_task(hosts.gather())
         port = int((await shown.get()).split("--join ")[1].split()[0].rpartition(":")[2])
-        lender = HostAgent(
-            name="lends",
-            controller=("127.0.0.1", port),
-            secret=SECRET,
-            resources=Resources(cpus=1, memory_bytes=1),
-            join_s=WAIT_S,
-            permissions=Permissions(lent="/nowhere"),
-            on_change=lambda _: None,
-        )
+        gone, lender = lending_agent(port, name="gone"), lending_agent(port, name="lends")
+        leaving = asyncio.create_task(gone.run())
+        while "gone has joined" not in await shown.get():
+            pass
+        leaving.cancel()
+        while "gone is lost" not in await shown.get():
+            pass
         assert not lender.report(LenderState(kv_use=0.25)), "it has not joined"
         lending = asyncio.create_task(lender.run())
         while "lends" not in await shown.get():
@@ -374,7 +387,9 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
             assert {slot.name: slot.lends for slot in hosts.slots} == {"lends": True, "own": False}
             assert [*hosts.present()] == ["own"]
             hosts.report_to(events.put_nowait)
+            assert [slot.number for slot in hosts.slots] == [*hosts.hosts.by_number] == [0, 1]
             (host,) = [slot for slot in hosts.slots if slot.lends]
+            assert hosts.hosts.host(host.number).name == "lends"
             offered = Lender(name="lends", host=host.number, kv_use=0.25)
             assert await events.get() == LendersReported(lenders=(offered,))
             assert lender.report(LenderState(kv_use=0.5, recalled=True))

@@ -279,6 +279,7 @@ class GatheredHosts:
             ) from None
         finally:
             naming.cancel()
+        self._number_from_zero()
         self.slots = tuple(self._slot(member) for member in self._members.values())
 
     async def _until_joined(self, wanted: int) -> None:
@@ -292,6 +293,21 @@ class GatheredHosts:
                 raise ConfigError(self._refusal)
             self._changed.clear()
             await self._changed.wait()
+
+    def _number_from_zero(self) -> None:
+        """Number the hosts anew. Some may have left, but a world begins with the hosts
+        0, 1, …, and a relay on each.
+        """
+        by_number = self.hosts.by_number
+        members = [
+            _Member(number=number, remote=member.remote)
+            for number, member in enumerate(self._members.values())
+        ]
+        self.hosts.by_number = {
+            member.number: by_number[self._members[member.remote.name].number] for member in members
+        }
+        self._members = {member.remote.name: member for member in members}
+        self._numbers = itertools.count(len(members))
 
     async def _name_long_wait(self, hosts: int) -> None:
         """Report from time to time which hosts have joined."""
