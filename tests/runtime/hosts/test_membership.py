@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.engines import ClusterConfig
+from rollweave.schema.errors import HostError
 from rollweave.schema.events import Event, Lender, LendersReported
 from rollweave.schema.hosts import HostAccepted, LenderState, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
@@ -382,6 +384,9 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
         while "lends" not in await shown.get():
             pass
         assert not gathering.done()
+        with pytest.raises(HostError, match="host names must be distinct, got lends a second"):
+            await lending_agent(port, name="lends").run()
+        assert re.search(r"; the run waits up to \d+ s for 1 more of 1 hosts$", await shown.get())
         async with agent(f"127.0.0.1:{port}", name="own"):
             await gathering
             assert {slot.name: slot.lends for slot in hosts.slots} == {"lends": True, "own": False}

@@ -286,9 +286,7 @@ class GatheredHosts:
         """Wait until `wanted` hosts have joined. Raises `ConfigError` if one that a
         launcher has started cannot join.
         """
-        while (
-            sum(not self._only_lends(member.remote) for member in self._members.values()) < wanted
-        ):
+        while len(self.present()) < wanted:
             if self._refusal and self._launcher is not None:
                 raise ConfigError(self._refusal)
             self._changed.clear()
@@ -314,7 +312,8 @@ class GatheredHosts:
         began = time.monotonic()
 
         def waits() -> list[Wait]:
-            what = f"{len(self._members)} of {hosts} joined {self._where} so far: {self._present()}"
+            joined = len(self.present())
+            what = f"{joined} of {hosts} joined {self._where} so far: {self._present()}"
             return [Wait(component="hosts", what=what, since=began)]
 
         await name_long_waits(
@@ -323,7 +322,9 @@ class GatheredHosts:
 
     def _present(self) -> str:
         """Name the hosts that have joined, and those that are about to."""
-        names = ", ".join(self._members) or "none"
+        lending = {name for name, one in self._members.items() if self._only_lends(one.remote)}
+        named = (f"{name} (lends)" if name in lending else name for name in self._members)
+        names = ", ".join(named) or "none"
         entering = ", ".join(self._listener.entering) if self._listener is not None else ""
         return f"{names}; entering the run: {entering}" if entering else names
 
@@ -490,7 +491,7 @@ class GatheredHosts:
         """Describe how long the run still waits for a host in place of a refused one,
         which the user may start at any time; "" if it does not wait.
         """
-        missing, left_s = self._wanted - len(self._members), self._until - time.monotonic()
+        missing, left_s = self._wanted - len(self.present()), self._until - time.monotonic()
         if self._post is not None or missing < 1 or left_s <= 0:
             return ""
         return f"; the run waits up to {left_s:.0f} s for {missing} more of {self._wanted} hosts"
