@@ -15,13 +15,14 @@ import msgspec
 import pytest
 
 from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts import cluster as cluster_module
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.errors import HostError
-from rollweave.schema.events import Event, Lender, LendersReported
+from rollweave.schema.events import Event, HostJoined, Lender, LendersReported
 from rollweave.schema.hosts import HostAccepted, LenderState, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
 from tests.runtime.hosts.started import Started, on, until
@@ -379,7 +380,6 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
         leaving.cancel()
         while "gone is lost" not in await shown.get():
             pass
-        assert not lender.report(LenderState(kv_use=0.25)), "it has not joined"
         lending = asyncio.create_task(lender.run())
         while "lends" not in await shown.get():
             pass
@@ -392,6 +392,10 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
             assert {slot.name: slot.lends for slot in hosts.slots} == {"lends": True, "own": False}
             assert [*hosts.present()] == ["own"]
             hosts.report_to(events.put_nowait)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert events.empty(), "it has not said how much of it is used"
+            assert lender.report(LenderState(kv_use=0.25))
             assert [slot.number for slot in hosts.slots] == [*hosts.hosts.by_number] == [0, 1]
             (host,) = [slot for slot in hosts.slots if slot.lends]
             assert hosts.hosts.host(host.number).name == "lends"
@@ -400,6 +404,11 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
             assert lender.report(LenderState(kv_use=0.5, recalled=True))
             recalled = msgspec.structs.replace(offered, kv_use=0.5, recalled=True)
             assert await events.get() == LendersReported(lenders=(recalled,))
+            monkeypatch.setattr(cluster_module, "UNHEARD_S", -1.0)
+            assert lender.report(LenderState(kv_use=0.5))
+            async with agent(f"127.0.0.1:{port}", name="last"):
+                joined = await events.get()
+            assert isinstance(joined, HostJoined), "a lender that is not heard of is left out"
         lending.cancel()
         await asyncio.wait([lending])
         await hosts.close()

@@ -61,6 +61,11 @@ SECRET_BYTES = 32
 REPORT_S = 10.0
 """Seconds between two reports of the engines that hosts lend, if nothing changes."""
 
+UNHEARD_S = 30.0
+"""Seconds without a report of a host about the engine that it lends, as if the engine
+hangs, after which the engine is left out of the run's reports: its lease then ends.
+"""
+
 CHANGE_S = 0.2
 """Minimum seconds between two reports of these engines."""
 
@@ -350,24 +355,29 @@ class GatheredHosts:
         """
         while True:
             self._lenders_changed.clear()
-            lenders = [
-                Lender(
-                    name=name,
-                    host=member.number,
-                    kv_use=member.remote.lender.kv_use,
-                    lent_to=self._loans if member.remote.has_engine else "",
-                    takes=member.remote.lender.takes,
-                    recalled=member.remote.lender.recalled,
-                )
-                for name, member in self._members.items()
-                if self._only_lends(member.remote)
-            ]
-            if lenders:
-                post(LendersReported(lenders=tuple(lenders)))
+            if lenders := tuple(self._lenders()):
+                post(LendersReported(lenders=lenders))
             await asyncio.sleep(CHANGE_S)  # a host that changes its mind all the time
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S - CHANGE_S):
                     await self._lenders_changed.wait()
+
+    def _lenders(self) -> Iterator[Lender]:
+        """Yield the engines that hosts lend and have reported in the last
+        `UNHEARD_S`.
+        """
+        for name, member in self._members.items():
+            remote = member.remote
+            state = remote.lender(within_s=UNHEARD_S)
+            if state is not None and self._only_lends(remote):
+                yield Lender(
+                    name=name,
+                    host=member.number,
+                    kv_use=state.kv_use,
+                    lent_to=self._loans if remote.has_engine else "",
+                    takes=state.takes,
+                    recalled=state.recalled,
+                )
 
     def _only_lends(self, remote: RemoteHost) -> bool:
         """True if the run has nothing on this host but an engine that it borrows."""
@@ -459,7 +469,7 @@ class GatheredHosts:
             name=remote.name, address=remote.address, starting=remote.starting
         )
         remote.on_lender = self._lenders_changed.set
-        self._lenders_changed.set()
+        self._lenders_changed.set()  # its first report may have come
         self._changed.set()
         if self._post is not None:
             self._post(HostJoined(host=self._slot(member)))
