@@ -3,7 +3,7 @@
 import msgspec
 
 from rollweave.core import engines
-from rollweave.core.mechanisms import loans
+from rollweave.core.mechanisms import loans, membership
 from rollweave.core.mechanisms.loans import IDLE_S, LEASE_S, RETRY_S, Loans
 from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine
 from rollweave.core.mechanisms.relays.state import Relays
@@ -11,7 +11,7 @@ from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.events import EngineSlot, Lender, LendersReported
+from rollweave.schema.events import EngineSlot, EngineWithdrawn, Lender, LendersReported
 from rollweave.schema.hosts import HostSlot
 from tests.support.kinds import of
 from tests.support.states import running
@@ -168,3 +168,22 @@ def test_a_new_world_borrows_nothing_until_its_own_hosts_have_reported() -> None
     loans.on_reported(run, LendersReported(lenders=(Lender(name="lends", kv_use=0.5, host=0),)))
     assert started(run) == [(0, "lends")]
     assert [*run.part(Loans).engines] == [one.id for one in borrowed(run)]
+
+
+def test_an_engine_that_the_user_withdraws_is_not_borrowed_again() -> None:
+    run = borrower()
+    loans.on_reported(run, REPORT)
+    (engine,) = borrowed(run)
+    membership.on_withdrawn(run, EngineWithdrawn(engine_id=engine.id, drain=True))
+    assert not engine.draining, "its turns may end"
+    recalled = msgspec.structs.replace(REPORT.lenders[0], recalled=True)
+    loans.on_reported(run, LendersReported(lenders=(recalled,)))
+    assert engine.draining, "its lender needs it now"
+    engines.remove(run, engine, "it was given back")
+    loans.on_reported(run, REPORT)
+    (engine,) = borrowed(run)
+    membership.on_withdrawn(run, EngineWithdrawn(engine_id=engine.id, drain=True))
+    engines.remove(run, engine, "it was withdrawn")
+    run.now += 10 * RETRY_S
+    loans.on_reported(run, REPORT)
+    assert not borrowed(run)

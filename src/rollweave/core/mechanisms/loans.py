@@ -5,7 +5,8 @@ A borrowed engine is an engine like any other. It joins in the middle of a step,
 weights while the run's own engines continue, takes turns only with weights that are at
 least as new as theirs (`core/fleet`), and leaves immediately when its lender asks for
 it: its turns continue elsewhere. It is never restarted: another lender takes its place,
-and a lender whose engine has failed is passed over for `RETRY_S`.
+and a lender whose engine has failed is passed over for `RETRY_S`, or, if the user has
+withdrawn the engine, as long as this world lasts.
 When the run has had no trajectory for `IDLE_S`, because it trains, all borrowed engines
 are given back, so that the lenders have their memory; they are borrowed again as soon
 as a trajectory starts.
@@ -76,12 +77,14 @@ BUSY = "serving"
 class Loans(msgspec.Struct):
     """The part of the state."""
 
-    engines: dict[EngineId, float] = {}  # when its lender was last reported as lent to the run
+    # the engines that are not given back yet, and when their lenders were last reported
+    # as lent to the run
+    engines: dict[EngineId, float] = {}
     lenders: tuple[Lender, ...] = ()  # as they were last reported
     reported_at: float = 0.0
     idle_since: float | None = None  # since when the run has had no trajectory
     resting: bool = False  # it has had none for `IDLE_S`, and borrows nothing
-    failed: dict[str, float] = {}  # when an engine of these lenders has failed
+    passed_over: dict[str, float] = {}  # until when the run borrows nothing from these lenders
 
 
 def used(config: RunConfig) -> bool:
@@ -94,7 +97,7 @@ def replaced(run: Run, _former: Mapping[EngineId, Engine]) -> None:
     next report names the lenders of this world.
     """
     part = run.part(Loans)
-    part.engines, part.lenders, part.failed = {}, (), {}
+    part.engines, part.lenders, part.passed_over = {}, (), {}
     part.idle_since, part.resting = None, False
 
 
@@ -104,7 +107,7 @@ def on_reported(run: Run, event: LendersReported) -> None:
     """
     if run.state.phase is Phase.FINISHED:
         return
-    name = run.config.run.name
+    name, part = run.config.run.name, run.part(Loans)
     known = {lender.name: lender for lender in event.lenders}
     for engine in _borrowed(run):
         reason = must_return(engine.lender, event.lenders, run=name)
@@ -114,17 +117,18 @@ def on_reported(run: Run, event: LendersReported) -> None:
         lender = known.get(engine.lender)
         if lender is None:
             continue
-        if lender.lent_to == name:
-            run.part(Loans).engines[engine.id] = run.now
+        if lender.lent_to == name and engine.id in part.engines:
+            part.engines[engine.id] = run.now
         if lender.takes and engine.barred.pop(BUSY, None) is not None:
             run.fleet_changed()
         elif not lender.takes and BUSY not in engine.barred:
             engine.barred[BUSY] = math.inf
             run.fleet_changed()
             dispatching.requeue_from(run, engine)
-    part = run.part(Loans)
     part.lenders, part.reported_at = event.lenders, run.now
-    part.failed = {name: at for name, at in part.failed.items() if run.now - at < RETRY_S}
+    part.passed_over = {
+        lender: until for lender, until in part.passed_over.items() if run.now < until
+    }
     if run.state.phase is Phase.RUNNING and not part.resting:
         _borrow(run)
 
@@ -132,13 +136,15 @@ def on_reported(run: Run, event: LendersReported) -> None:
 def failed(run: Run, engine: Engine, _failure: EngineFailure) -> None:
     """Pass over the lender of an engine that has failed while it was borrowed."""
     if engine.lender and not engine.leaving:
-        run.part(Loans).failed[engine.lender] = run.now
+        run.part(Loans).passed_over[engine.lender] = run.now + RETRY_S
 
 
 def removed(run: Run, engine: Engine) -> None:
     """Borrow another engine in the place of one that has gone."""
-    run.part(Loans).engines.pop(engine.id, None)
-    if engine.lender and run.state.phase is Phase.RUNNING and not run.part(Loans).resting:
+    part = run.part(Loans)
+    if part.engines.pop(engine.id, None) is not None and engine.leaving:
+        part.passed_over[engine.lender] = math.inf  # the user has withdrawn it
+    if engine.lender and run.state.phase is Phase.RUNNING and not part.resting:
         _borrow(run)
 
 
@@ -153,7 +159,7 @@ def _borrow(run: Run) -> None:
         lender
         for lender in part.lenders
         if lender.host in {-1, *run.state.hosts.up}
-        and run.now - part.failed.get(lender.name, -math.inf) >= RETRY_S
+        and run.now >= part.passed_over.get(lender.name, -math.inf)
     ]
     for lender_name in to_borrow(able, held=held, most=_most(run)):
         slot = EngineSlot(
@@ -189,8 +195,8 @@ def check_leases(run: Run) -> None:
 
 def give_back(run: Run, engine: Engine, reason: str) -> None:
     """Take all turns from the engine, and remove it."""
-    if engine.leaving:
-        return
+    if run.part(Loans).engines.pop(engine.id, None) is None:
+        return  # it is given back already
     run.warn(engine.id, f"given back to {engine.lender}: {reason}", count="engine_given_back")
     for trajectory_id in engine.active:  # its turns continue with what they have
         turn = run.state.trajectories[trajectory_id].open_turn
