@@ -270,6 +270,8 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
                 RatiosMeasured(epoch=trainer.epoch, step=step, part=part, ratios=tuple(ratios))
             )
         else:
+            # a damaged store ends the run here: no other trainer could read it
+            await asyncio.to_thread(self._store.read, entries)
             self._post_failure(trainer, step, reply)
 
     def _post_failure(self, trainer: TrainerProcess, step: int, reply: object) -> None:
