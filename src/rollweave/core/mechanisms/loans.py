@@ -4,9 +4,10 @@ engines with the lowest recent use of KV memory are borrowed, each by at most on
 A borrowed engine is an engine like any other. It joins in the middle of a step, loads
 weights while the run's own engines continue, takes turns only with weights that are at
 least as new as theirs (`core/fleet`), and leaves immediately when its lender asks for
-it: its turns continue elsewhere. It is never restarted: another lender takes its place,
-and a lender whose engine has failed is passed over for `RETRY_S`, or, if the user has
-withdrawn the engine, as long as this world lasts.
+it: its turns continue elsewhere. It is never restarted; another lender takes its place.
+A lender whose engine has failed is passed over for `RETRY_S`. A lender whose engine the
+user has removed is passed over until the run is resumed.
+
 When the run has had no trajectory for `IDLE_S`, because it trains, all borrowed engines
 are given back, so that the lenders have their memory; they are borrowed again as soon
 as a trajectory starts.

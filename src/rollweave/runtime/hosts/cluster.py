@@ -206,8 +206,8 @@ class GatheredHosts:
         """Without a cluster, this machine stands for `relays` hosts. Each host of a
         cluster that runs the user's code gets the files of `user`. `hosted` are the
         programs that the hosts must run, and `programs` the modules of those on this
-        machine. `loans` is the name of a run that chooses which engines it borrows:
-        it is told of the hosts that lend, which run nothing else of it.
+        machine. `loans` is the name of the run if it borrows engines ([loans]): hosts
+        that lend are then reported to it, and run nothing else for it.
         """
         self._loans = loans if cluster is not None else ""
         self._lenders_changed = asyncio.Event()
@@ -384,8 +384,8 @@ class GatheredHosts:
         return bool(self._loans) and remote.lends
 
     def present(self) -> dict[str, Resources]:
-        """Return the resources of each host that has joined and runs processes of its
-        own, by its name.
+        """Return the resources of each host that has joined and does more than lend, by
+        its name.
         """
         return {
             name: member.remote.resources

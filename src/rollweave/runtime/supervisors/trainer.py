@@ -116,7 +116,7 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         on_saved: Callable[[], None],
         shared: bool = False,
     ) -> None:
-        """`shared` says that ranks on other hosts read the store, so that it must be on
+        """With `shared`, ranks on other hosts read the store: its records must be on
         the disk before they do.
         """
         super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
