@@ -235,14 +235,13 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
             self._post_failure(trainer, step, error)
             return
         stored = self._stored(command, entries, parts=command.parts)
-        started, sent = self._clock(), backend.sent_bytes
+        started = self._clock()
         # the controller reads the batch for metrics; a damaged store ends the run here
         reply, batch = await asyncio.gather(backend.ask(stored), self._read(command, entries))
-        sent = backend.sent_bytes - sent
         self._span("trainer", f"train {step}.{part}", started, groups=len(stored.groups))
         if isinstance(reply, Trained):
-            values = reply.metrics.values | {"batch_bytes": stored.nbytes, "sent_bytes": sent}
-            metrics = msgspec.structs.replace(reply.metrics, values=values)
+            sizes = {"batch_bytes": stored.nbytes, "sent_bytes": backend.bytes_of(stored)}
+            metrics = msgspec.structs.replace(reply.metrics, values=reply.metrics.values | sizes)
             self._on_trained(command, batch, metrics)
             self._post(StepTrained(epoch=trainer.epoch, step=step, part=part))
         else:
