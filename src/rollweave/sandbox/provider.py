@@ -37,15 +37,15 @@ class Lease(Protocol):
         """Hold the image a second time, and return the new lease."""
 
     def close(self) -> None:
-        """Release the image, soon. A second call does nothing.
+        """Release the image, now or soon afterwards. A second call does nothing.
 
         The garbage collector may call this method, in the middle of any other code.
         """
 
 
 class Images(Protocol):
-    """The images of one process. A name of an image is one for which
-    `base.is_reference` is true, or the path of a folder.
+    """The images of one process. The name of an image is a reference
+    (`base.is_reference`) or the path of a folder.
 
     All calls belong to the event loop's thread.
     """
@@ -57,8 +57,8 @@ class Images(Protocol):
         """
 
     async def take(self, text: str, backend: Callable[[], Backend]) -> Lease:
-        """Return an image, from any source that has it. `backend` returns the back end
-        that builds it if no source has it.
+        """Return an image, from any source that has it. If no source has the image,
+        the back end that `backend` returns builds it.
 
         Raises ConfigError for a name that no image can have, ImageError.
         """
@@ -110,8 +110,8 @@ class Provider(Protocol):
         run: str,
     ) -> Images:
         """Open the images of this process, for the run with the id `run`. `mirror` is
-        the setting `sandbox.mirror`. Relative paths of images start at `here`; `peers`
-        is None on the only host of a run. Raises ImageError.
+        the setting `sandbox.mirror`. Relative paths of images start at `here`. `peers`
+        is None if the run has no other hosts. Raises ImageError.
         """
 
     def locate_image(self, digest: str, mirror: str | None) -> str:
@@ -140,8 +140,9 @@ class Provider(Protocol):
 
 @functools.cache
 def provider(backend: str | None = None) -> Provider:
-    """Return the implementation of a back end, by default of `DEFAULT`. It refuses a
-    name that no distribution announces.
+    """Return the implementation of a back end, by default of `DEFAULT`. A name that no
+    distribution announces gives the implementation of `DEFAULT`, which refuses the name
+    (`Provider.backend`).
 
     Raises ConfigError if no distribution announces back ends, if two announce the same,
     or if this host does not run the user's code and another distribution than this

@@ -236,8 +236,8 @@ class ProcessEnded(TaggedStruct, frozen=True, kw_only=True):
 
 
 class LenderState(TaggedStruct, frozen=True, kw_only=True):
-    """The state of the engine that a host lends: sent every few seconds, and at once
-    when the engine must be given back, if the run chooses what it borrows.
+    """The state of the engine that a host lends, for a run that chooses what it
+    borrows: sent every ten seconds, and at once when `takes` or `recalled` changes.
 
     `kv_use` is the mean share (0 to 1) of the engine's KV memory that serving has used
     over the last hour. The engine `takes` turns unless serving needs all of its memory;

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -14,12 +15,14 @@ import msgspec
 import pytest
 
 from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts import cluster as cluster_module
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.remote import RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.engines import ClusterConfig
-from rollweave.schema.events import Event, Lender, LendersReported
+from rollweave.schema.errors import HostError
+from rollweave.schema.events import Event, HostJoined, Lender, LendersReported
 from rollweave.schema.hosts import HostAccepted, LenderState, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
 from tests.runtime.hosts.started import Started, on, until
@@ -341,10 +344,25 @@ async def test_hosts_that_hang_keep_no_others_out(
         assert here.listener.entering == ("b",)
 
 
+def lending_agent(port: int, *, name: str) -> HostAgent:
+    """Return the agent of a host that lends an engine to the run at this port."""
+    return HostAgent(
+        name=name,
+        controller=("127.0.0.1", port),
+        secret=SECRET,
+        resources=Resources(cpus=1, memory_bytes=1),
+        join_s=WAIT_S,
+        permissions=Permissions(lent="/nowhere"),
+        on_change=lambda _: None,
+    )
+
+
 async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not count among the hosts that the run waits for."""
+    """They do not count among the hosts that the run waits for, and may leave before it
+    begins.
+    """
     monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET.decode())
     shown: asyncio.Queue[str] = asyncio.Queue()
     events: asyncio.Queue[Event] = asyncio.Queue()
@@ -355,31 +373,42 @@ async def test_hosts_that_lend_are_offered_to_a_run_that_chooses(
         )
         gathering = asyncio.create_task(hosts.gather())
         port = int((await shown.get()).split("--join ")[1].split()[0].rpartition(":")[2])
-        lender = HostAgent(
-            name="lends",
-            controller=("127.0.0.1", port),
-            secret=SECRET,
-            resources=Resources(cpus=1, memory_bytes=1),
-            join_s=WAIT_S,
-            permissions=Permissions(lent="/nowhere"),
-            on_change=lambda _: None,
-        )
-        assert not lender.report(LenderState(kv_use=0.25)), "it has not joined"
+        gone, lender = lending_agent(port, name="gone"), lending_agent(port, name="lends")
+        leaving = asyncio.create_task(gone.run())
+        while "gone has joined" not in await shown.get():
+            pass
+        leaving.cancel()
+        while "gone is lost" not in await shown.get():
+            pass
         lending = asyncio.create_task(lender.run())
         while "lends" not in await shown.get():
             pass
         assert not gathering.done()
+        with pytest.raises(HostError, match="host names must be distinct, got lends a second"):
+            await lending_agent(port, name="lends").run()
+        assert re.search(r"; the run waits up to \d+ s for 1 more of 1 hosts$", await shown.get())
         async with agent(f"127.0.0.1:{port}", name="own"):
             await gathering
             assert {slot.name: slot.lends for slot in hosts.slots} == {"lends": True, "own": False}
             assert [*hosts.present()] == ["own"]
             hosts.report_to(events.put_nowait)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert events.empty(), "it has not said how much of it is used"
+            assert lender.report(LenderState(kv_use=0.25))
+            assert [slot.number for slot in hosts.slots] == [*hosts.hosts.by_number] == [0, 1]
             (host,) = [slot for slot in hosts.slots if slot.lends]
+            assert hosts.hosts.host(host.number).name == "lends"
             offered = Lender(name="lends", host=host.number, kv_use=0.25)
             assert await events.get() == LendersReported(lenders=(offered,))
             assert lender.report(LenderState(kv_use=0.5, recalled=True))
             recalled = msgspec.structs.replace(offered, kv_use=0.5, recalled=True)
             assert await events.get() == LendersReported(lenders=(recalled,))
+            monkeypatch.setattr(cluster_module, "UNHEARD_S", -1.0)
+            assert lender.report(LenderState(kv_use=0.5))
+            async with agent(f"127.0.0.1:{port}", name="last"):
+                joined = await events.get()
+            assert isinstance(joined, HostJoined), "a lender that is not heard of is left out"
         lending.cancel()
         await asyncio.wait([lending])
         await hosts.close()

@@ -1,6 +1,7 @@
 """A checkpoint counts only if the present epoch of the trainer has written it."""
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import Trace
 from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.runtime.supervisors.stored_batches import RankCommand, StoredBatch, executed
 from rollweave.runtime.supervisors.trainer import TrainerSupervisor
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.commands import SaveCheckpoint
+from rollweave.schema.base import GroupId
+from rollweave.schema.commands import GroupRef, MeasureRatios, SaveCheckpoint
+from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import CheckpointCopied, CheckpointSaved, Event, TrainerReady
-from rollweave.schema.training import Copied, Restored, Save, Saved, TrainerCommand, TrainerReply
+from rollweave.schema.training import Copied, Restored, Save, Saved, TrainerReply, TrainFailed
+from tests.runtime.supervisors.stored import fill, ids
 
 
 class Link:
@@ -28,7 +33,11 @@ class Link:
 
     async def ready(self) -> None: ...
 
-    async def ask(self, command: TrainerCommand) -> TrainerReply:
+    async def ask(self, command: RankCommand) -> TrainerReply:
+        if isinstance(command, StoredBatch):
+            reply = executed(command)
+            assert isinstance(reply, TrainFailed)
+            return reply
         if isinstance(command, Save):
             self.staged = Path(command.path)
             return Copied(path=command.path, copy_s=0.0)
@@ -57,7 +66,7 @@ class NoStore:
 class Supervised:
     """A supervisor, the trainers that it has started, and what it has posted."""
 
-    def __init__(self, directory: Path, tasks: Tasks) -> None:
+    def __init__(self, directory: Path, tasks: Tasks, store: TrajectoryStore | None = None) -> None:
         (directory / "checkpoints").mkdir()
         self.checkpoints = Checkpoints(directory / "checkpoints")
         self.links: list[Link] = []
@@ -69,7 +78,7 @@ class Supervised:
             post=self._post,
             clock=lambda: 0.0,
             trace=Trace(directory / "trace.json"),
-            store=cast(TrajectoryStore, NoStore()),
+            store=cast(TrajectoryStore, NoStore()) if store is None else store,
             checkpoints=self.checkpoints,
             on_published=lambda *_: None,
             on_trained=lambda *_: None,
@@ -142,3 +151,23 @@ async def test_a_trainer_begins_once_the_checkpoint_of_the_former_has_its_name(
         tasks.cancel_all()
     assert run.events.empty(), "the checkpoint of a former epoch is not saved"
     assert run.journaled == 0, "and no older one is removed"
+
+
+async def test_a_damaged_store_ends_the_run_also_if_it_is_only_measured(tmp_path: Path) -> None:
+    """Every restarted trainer would fail at the same record."""
+
+    async def measure(store: TrajectoryStore) -> None:
+        refs = GroupRef(id=GroupId("g0"), name="lake", trajectory_ids=tuple(ids()))
+        async with Tasks() as tasks:
+            run = Supervised(tmp_path, tasks, store)
+            run.supervisor.start(0)
+            assert await run.events.get() == TrainerReady(epoch=0, step=0)
+            shutil.rmtree(tmp_path / "store")
+            run.supervisor.measure(MeasureRatios(step=1, part=0, groups=(refs,)))
+            await run.events.get()
+            tasks.cancel_all()
+
+    with TrajectoryStore(tmp_path / "store") as store:
+        fill(store)
+        with pytest.raises(CorruptJournalError, match="was deleted"):
+            await measure(store)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import child_of
+from rollweave.io.wire import encode
 from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.runtime.supervisors import trainer_link
 from rollweave.schema import training
@@ -143,3 +144,14 @@ async def test_kill_fails_pending_commands(connect: Connect, kind: str) -> None:
     with pytest.raises(trainer_link.TrainerLostError):
         await trainer.ask(train_on(0))
     await asyncio.gather(trainer.close(), trainer.close())
+
+
+async def test_the_bytes_of_a_command_are_those_that_all_ranks_receive(connect: Connect) -> None:
+    command = train_on(3)
+    threads, one, two = (connect(kind) for kind in KINDS)
+    await asyncio.gather(*(trainer.ready() for trainer in (threads, one, two)))
+    assert threads.bytes_of(command) == 0, "nothing leaves this process"
+    assert one.bytes_of(command) == len(encode(command))
+    before = two.bytes_of(command)
+    await two.ask(training.Publish(version=4, publication_id=9))
+    assert two.bytes_of(command) == before == 2 * one.bytes_of(command)

@@ -4,7 +4,10 @@ engines with the lowest recent use of KV memory are borrowed, each by at most on
 A borrowed engine is an engine like any other. It joins in the middle of a step, loads
 weights while the run's own engines continue, takes turns only with weights that are at
 least as new as theirs (`core/fleet`), and leaves immediately when its lender asks for
-it: its turns continue elsewhere. It is never restarted: another lender takes its place.
+it: its turns continue elsewhere. It is never restarted; another lender takes its place.
+A lender whose engine has failed is passed over for `RETRY_S`. A lender whose engine the
+user has removed is passed over until the run is resumed.
+
 When the run has had no trajectory for `IDLE_S`, because it trains, all borrowed engines
 are given back, so that the lenders have their memory; they are borrowed again as soon
 as a trajectory starts.
@@ -14,14 +17,14 @@ engines than `loans.engines`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from rollweave.core import dispatching, turns
 from rollweave.core.mechanisms import membership
 from rollweave.core.mechanisms.membership import members
-from rollweave.core.run import EngineMove, Mechanism, Run
+from rollweave.core.run import EngineFailure, EngineMove, Mechanism, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
@@ -30,6 +33,11 @@ from rollweave.schema.events import EngineSlot, Lender, LendersReported
 LEASE_S = 30.0
 """Seconds after which an engine is given back if its lender no longer reports it as
 lent to the run.
+"""
+
+RETRY_S = 60.0
+"""Seconds without a loan for a lender whose engine has failed. Without this pause, a
+lender that always fails would be tried again and again, although others may not fail.
 """
 
 IDLE_S = 30.0
@@ -70,11 +78,14 @@ BUSY = "serving"
 class Loans(msgspec.Struct):
     """The part of the state."""
 
-    engines: dict[EngineId, float] = {}  # when its lender was last reported as lent to the run
+    # the engines that are not given back yet, and when their lenders were last reported
+    # as lent to the run
+    engines: dict[EngineId, float] = {}
     lenders: tuple[Lender, ...] = ()  # as they were last reported
     reported_at: float = 0.0
     idle_since: float | None = None  # since when the run has had no trajectory
     resting: bool = False  # it has had none for `IDLE_S`, and borrows nothing
+    passed_over: dict[str, float] = {}  # until when the run borrows nothing from these lenders
 
 
 def used(config: RunConfig) -> bool:
@@ -82,13 +93,22 @@ def used(config: RunConfig) -> bool:
     return config.loans is not None
 
 
+def replaced(run: Run, _former: Mapping[EngineId, Engine]) -> None:
+    """Forget the lenders and loans of a former world: hosts have new numbers, and the
+    next report names the lenders of this world.
+    """
+    part = run.part(Loans)
+    part.engines, part.lenders, part.passed_over = {}, (), {}
+    part.idle_since, part.resting = None, False
+
+
 def on_reported(run: Run, event: LendersReported) -> None:
     """Renew leases, give back the engines that must leave, and borrow the engines that
-    may join.
+    may join: while the run trains, and not for its end.
     """
-    if run.state.phase is not Phase.RUNNING:
+    if run.state.phase is Phase.FINISHED:
         return
-    name = run.config.run.name
+    name, part = run.config.run.name, run.part(Loans)
     known = {lender.name: lender for lender in event.lenders}
     for engine in _borrowed(run):
         reason = must_return(engine.lender, event.lenders, run=name)
@@ -98,34 +118,51 @@ def on_reported(run: Run, event: LendersReported) -> None:
         lender = known.get(engine.lender)
         if lender is None:
             continue
-        if lender.lent_to == name:
-            run.part(Loans).engines[engine.id] = run.now
+        if lender.lent_to == name and engine.id in part.engines:
+            part.engines[engine.id] = run.now
         if lender.takes and engine.barred.pop(BUSY, None) is not None:
             run.fleet_changed()
         elif not lender.takes and BUSY not in engine.barred:
             engine.barred[BUSY] = math.inf
             run.fleet_changed()
             dispatching.requeue_from(run, engine)
-    part = run.part(Loans)
     part.lenders, part.reported_at = event.lenders, run.now
-    if not part.resting:
+    part.passed_over = {
+        lender: until for lender, until in part.passed_over.items() if run.now < until
+    }
+    if run.state.phase is Phase.RUNNING and not part.resting:
         _borrow(run)
+
+
+def failed(run: Run, engine: Engine, _failure: EngineFailure) -> None:
+    """Pass over the lender of an engine that has failed while it was borrowed."""
+    if engine.lender and not engine.leaving:
+        run.part(Loans).passed_over[engine.lender] = run.now + RETRY_S
 
 
 def removed(run: Run, engine: Engine) -> None:
     """Borrow another engine in the place of one that has gone."""
-    if engine.lender and run.state.phase is Phase.RUNNING and not run.part(Loans).resting:
+    part = run.part(Loans)
+    if part.engines.pop(engine.id, None) is not None and engine.leaving:
+        part.passed_over[engine.lender] = math.inf  # the user has withdrawn it
+    if engine.lender and run.state.phase is Phase.RUNNING and not part.resting:
         _borrow(run)
 
 
 def _borrow(run: Run) -> None:
     """Borrow the engines that may join, by the last report, if it is recent."""
-    if run.now - run.part(Loans).reported_at > LEASE_S:
+    part = run.part(Loans)
+    if run.now - part.reported_at > LEASE_S:
         return
-    lenders = {lender.name: lender for lender in run.part(Loans).lenders}
+    lenders = {lender.name: lender for lender in part.lenders}
     held = [engine.lender for engine in _borrowed(run)]
-    up = [lender for lender in lenders.values() if lender.host in {-1, *run.state.hosts.up}]
-    for lender_name in to_borrow(up, held=held, most=_most(run)):
+    able = [
+        lender
+        for lender in part.lenders
+        if lender.host in {-1, *run.state.hosts.up}
+        and run.now >= part.passed_over.get(lender.name, -math.inf)
+    ]
+    for lender_name in to_borrow(able, held=held, most=_most(run)):
         slot = EngineSlot(
             id=members.next_id(run.state),
             degree=run.config.engines[0].degree,
@@ -133,7 +170,7 @@ def _borrow(run: Run) -> None:
             lender=lender_name,
         )
         if membership.start(run, slot):
-            run.part(Loans).engines[slot.id] = run.now
+            part.engines[slot.id] = run.now
 
 
 def check_leases(run: Run) -> None:
@@ -159,8 +196,8 @@ def check_leases(run: Run) -> None:
 
 def give_back(run: Run, engine: Engine, reason: str) -> None:
     """Take all turns from the engine, and remove it."""
-    if engine.leaving:
-        return
+    if run.part(Loans).engines.pop(engine.id, None) is None:
+        return  # it is given back already
     run.warn(engine.id, f"given back to {engine.lender}: {reason}", count="engine_given_back")
     for trajectory_id in engine.active:  # its turns continue with what they have
         turn = run.state.trajectories[trajectory_id].open_turn
@@ -201,6 +238,10 @@ MECHANISM = Mechanism(
     state=Loans,
     handlers={LendersReported: on_reported},
     steps={"rests": check_leases},
-    follows={EngineMove.REMOVED: removed},
+    follows={
+        EngineMove.REPLACED: replaced,
+        EngineMove.FAILED: failed,
+        EngineMove.REMOVED: removed,
+    },
     check=check,
 )

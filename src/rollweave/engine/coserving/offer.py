@@ -1,5 +1,5 @@
 """The offer of a serving engine to a run: its use of KV memory over the last hour, by
-which the run chooses among engines (ROSE §4), and whether it must be given back.
+which the run chooses among engines (ROSE §4), and whether the run must give it back.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ WINDOW_S = 3600.0
 """Seconds over which the use of KV memory is averaged."""
 
 BUCKET_S = 10.0
-"""Seconds of which one mean is kept."""
+"""Seconds of samples that are kept as one mean."""
 
 BUSY_S = 60.0
 """Seconds over which a high use of KV memory recalls the engine, and a low use offers

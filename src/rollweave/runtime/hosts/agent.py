@@ -159,7 +159,7 @@ class HostAgent:
         self.resources, self._join_s, self._address = resources, join_s, address
         self.permissions = permissions or Permissions()
         self._on_change = on_change
-        self._lender = LenderState(kv_use=0.0)
+        self._lender: LenderState | None = None
         self._membership: _Membership | None = None
 
     @property
@@ -185,8 +185,8 @@ class HostAgent:
             self._on_change(f"host {self.name}: left the run at {self.where}: {reason}")
 
     @property
-    def lender(self) -> LenderState:
-        """The last reported state of the engine that this host lends."""
+    def lender(self) -> LenderState | None:
+        """The last reported state of the engine that this host lends, if any."""
         return self._lender
 
     def report(self, lender: LenderState) -> bool:
@@ -403,13 +403,13 @@ class _Membership:
             self.report_lender()
 
     def report_lender(self) -> bool:
-        """Send the state of the engine that is lent; False if the run does not ask for
-        it.
+        """Send the state of the engine that is lent; False if it is not known yet, or
+        if the run does not ask for it.
         """
-        accepted, agent = self._accepted, self._agent
-        if accepted is None or not (accepted.loans and agent.permissions.lent):
+        accepted, state = self._accepted, self._agent.lender
+        if accepted is None or not accepted.loans or state is None:
             return False
-        self._control.send(encode(agent.lender))
+        self._control.send(encode(state))
         return True
 
     def _env(self, start: StartProcess) -> Mapping[str, str]:

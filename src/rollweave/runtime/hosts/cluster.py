@@ -61,6 +61,11 @@ SECRET_BYTES = 32
 REPORT_S = 10.0
 """Seconds between two reports of the engines that hosts lend, if nothing changes."""
 
+UNHEARD_S = 30.0
+"""Seconds without a report of a host about the engine that it lends, as if the engine
+hangs, after which the engine is left out of the run's reports: its lease then ends.
+"""
+
 CHANGE_S = 0.2
 """Minimum seconds between two reports of these engines."""
 
@@ -201,8 +206,8 @@ class GatheredHosts:
         """Without a cluster, this machine stands for `relays` hosts. Each host of a
         cluster that runs the user's code gets the files of `user`. `hosted` are the
         programs that the hosts must run, and `programs` the modules of those on this
-        machine. `loans` is the name of a run that chooses which engines it borrows:
-        it is told of the hosts that lend, which run nothing else of it.
+        machine. `loans` is the name of the run if it borrows engines ([loans]): hosts
+        that lend are then reported to it, and run nothing else for it.
         """
         self._loans = loans if cluster is not None else ""
         self._lenders_changed = asyncio.Event()
@@ -279,26 +284,41 @@ class GatheredHosts:
             ) from None
         finally:
             naming.cancel()
+        self._number_from_zero()
         self.slots = tuple(self._slot(member) for member in self._members.values())
 
     async def _until_joined(self, wanted: int) -> None:
         """Wait until `wanted` hosts have joined. Raises `ConfigError` if one that a
         launcher has started cannot join.
         """
-        while (
-            sum(not self._only_lends(member.remote) for member in self._members.values()) < wanted
-        ):
+        while len(self.present()) < wanted:
             if self._refusal and self._launcher is not None:
                 raise ConfigError(self._refusal)
             self._changed.clear()
             await self._changed.wait()
+
+    def _number_from_zero(self) -> None:
+        """Number the hosts anew. Some may have left, but a world begins with the hosts
+        0, 1, …, and a relay on each.
+        """
+        by_number = self.hosts.by_number
+        members = [
+            _Member(number=number, remote=member.remote)
+            for number, member in enumerate(self._members.values())
+        ]
+        self.hosts.by_number = {
+            member.number: by_number[self._members[member.remote.name].number] for member in members
+        }
+        self._members = {member.remote.name: member for member in members}
+        self._numbers = itertools.count(len(members))
 
     async def _name_long_wait(self, hosts: int) -> None:
         """Report from time to time which hosts have joined."""
         began = time.monotonic()
 
         def waits() -> list[Wait]:
-            what = f"{len(self._members)} of {hosts} joined {self._where} so far: {self._present()}"
+            joined = len(self.present())
+            what = f"{joined} of {hosts} joined {self._where} so far: {self._present()}"
             return [Wait(component="hosts", what=what, since=began)]
 
         await name_long_waits(
@@ -307,7 +327,9 @@ class GatheredHosts:
 
     def _present(self) -> str:
         """Name the hosts that have joined, and those that are about to."""
-        names = ", ".join(self._members) or "none"
+        lending = {name for name, one in self._members.items() if self._only_lends(one.remote)}
+        named = (f"{name} (lends)" if name in lending else name for name in self._members)
+        names = ", ".join(named) or "none"
         entering = ", ".join(self._listener.entering) if self._listener is not None else ""
         return f"{names}; entering the run: {entering}" if entering else names
 
@@ -333,32 +355,37 @@ class GatheredHosts:
         """
         while True:
             self._lenders_changed.clear()
-            lenders = [
-                Lender(
-                    name=name,
-                    host=member.number,
-                    kv_use=member.remote.lender.kv_use,
-                    lent_to=self._loans if member.remote.has_engine else "",
-                    takes=member.remote.lender.takes,
-                    recalled=member.remote.lender.recalled,
-                )
-                for name, member in self._members.items()
-                if self._only_lends(member.remote)
-            ]
-            if lenders:
-                post(LendersReported(lenders=tuple(lenders)))
+            if lenders := tuple(self._lenders()):
+                post(LendersReported(lenders=lenders))
             await asyncio.sleep(CHANGE_S)  # a host that changes its mind all the time
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S - CHANGE_S):
                     await self._lenders_changed.wait()
+
+    def _lenders(self) -> Iterator[Lender]:
+        """Yield the engines that hosts lend and have reported in the last
+        `UNHEARD_S`.
+        """
+        for name, member in self._members.items():
+            remote = member.remote
+            state = remote.lender(within_s=UNHEARD_S)
+            if state is not None and self._only_lends(remote):
+                yield Lender(
+                    name=name,
+                    host=member.number,
+                    kv_use=state.kv_use,
+                    lent_to=self._loans if remote.has_engine else "",
+                    takes=state.takes,
+                    recalled=state.recalled,
+                )
 
     def _only_lends(self, remote: RemoteHost) -> bool:
         """True if the run has nothing on this host but an engine that it borrows."""
         return bool(self._loans) and remote.lends
 
     def present(self) -> dict[str, Resources]:
-        """Return the resources of each host that has joined and runs processes of its
-        own, by its name.
+        """Return the resources of each host that has joined and does more than lend, by
+        its name.
         """
         return {
             name: member.remote.resources
@@ -442,7 +469,7 @@ class GatheredHosts:
             name=remote.name, address=remote.address, starting=remote.starting
         )
         remote.on_lender = self._lenders_changed.set
-        self._lenders_changed.set()
+        self._lenders_changed.set()  # its first report may have come
         self._changed.set()
         if self._post is not None:
             self._post(HostJoined(host=self._slot(member)))
@@ -474,7 +501,7 @@ class GatheredHosts:
         """Describe how long the run still waits for a host in place of a refused one,
         which the user may start at any time; "" if it does not wait.
         """
-        missing, left_s = self._wanted - len(self._members), self._until - time.monotonic()
+        missing, left_s = self._wanted - len(self.present()), self._until - time.monotonic()
         if self._post is not None or missing < 1 or left_s <= 0:
             return ""
         return f"; the run waits up to {left_s:.0f} s for {missing} more of {self._wanted} hosts"

@@ -254,11 +254,14 @@ class RemoteHost:
         self, joined: JoinHost, sock: socket.socket, seal: Seal, *, silent_s: float
     ) -> None:
         self.name, self.address, self.resources = joined.name, joined.address, joined.resources
-        self.lends, self.lender = joined.lends, LenderState(kv_use=0.0)
-        """True if the host lends an engine, and the last report about this engine."""
+        self.lends = joined.lends
+        """True if the host lends an engine."""
+        self._lender: LenderState | None = None
+        self._lender_at = 0.0
+        """The last report about this engine, and when it came."""
         self.on_lender: Callable[[], None] = lambda: None
-        """Called when the engine takes turns again or no longer, and when it is
-        recalled.
+        """Called at the first report, when the engine takes turns again or no longer,
+        and when it is recalled.
         """
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
@@ -284,6 +287,13 @@ class RemoteHost:
         self._engines: set[int] = set()
         """Numbers of all processes that are engines, also of those that have ended."""
         self._numbers = itertools.count()
+
+    def lender(self, *, within_s: float) -> LenderState | None:
+        """Return the last report about the engine that the host lends; None if the last
+        `within_s` seconds brought no report.
+        """
+        recent = self._loop.time() - self._lender_at <= within_s
+        return self._lender if recent else None
 
     @property
     def has_engine(self) -> bool:
@@ -368,8 +378,10 @@ class RemoteHost:
             case HostReady() as ready if not self.ready.done():
                 self.ready.set_result(_reason(ready.error))
             case LenderState() as state if self.lends:
-                former, self.lender = self.lender, state
-                if (former.takes, former.recalled) != (state.takes, state.recalled):
+                former, self._lender = self._lender, state
+                self._lender_at = self._loop.time()
+                changes = (state.takes, state.recalled)
+                if former is None or (former.takes, former.recalled) != changes:
                     self.on_lender()
             case HostAlive():
                 pass

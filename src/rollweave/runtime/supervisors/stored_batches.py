@@ -1,10 +1,10 @@
-"""Batches that the controller names, and that the trainer's ranks read: tokens go from
-the run's store, which every host sees, to the ranks that train on them, and not through
-the controller (RollArt §6.3).
+"""Batches of which the controller sends only references, and which the trainer's ranks
+read from the run's store. Every host sees the store, so no tokens go through the
+controller (RollArt §6.3).
 
-A reference is the place of a trajectory's record in the store, and its score without
-texts: about 60 bytes. Another host may see a record later than the controller has
-written it. A rank waits for that, for at most `SEEN_S`.
+A reference has the place of a trajectory's record in the store, and the trajectory's
+score without texts: about 50 bytes. Another host may not see a record as soon as the
+controller has written it. A rank waits for a record for at most `SEEN_S`.
 """
 
 import time
@@ -48,8 +48,8 @@ class StoredGroup(Struct, frozen=True, kw_only=True):
 
 class StoredBatch(TaggedStruct, frozen=True, kw_only=True):
     """Train on mini-batch `part` of `parts` of step `step`, or `measure` its groups.
-    The trajectories are in the store at `directory`, and are seen within `seen_s`
-    seconds. Answered as `TrainOn` and `Measure` are.
+    The trajectories are in the store at `directory`; the host of a rank sees them
+    within `seen_s` seconds. Answered as `TrainOn` and `Measure` are.
     """
 
     directory: str
@@ -85,8 +85,9 @@ def member_of(entry: StoredAttempt) -> StoredMember:
 
 
 def executed(command: RankCommand) -> TrainerCommand | TrainFailed:
-    """Return what a rank executes for a command: a stored batch is read first. If it
-    cannot be read, return the reply.
+    """Return the command that a rank executes: for a stored batch, the command with the
+    trajectories, which this function reads. If they cannot be read, return the reply
+    `TrainFailed`.
     """
     if not isinstance(command, StoredBatch):
         return command
@@ -103,8 +104,8 @@ def executed(command: RankCommand) -> TrainerCommand | TrainFailed:
 
 
 def _groups_of(stored: StoredBatch) -> tuple[ScoredGroup, ...]:
-    """Read the trajectories of a batch. Raises CorruptJournalError, also for a record
-    that is not seen in time.
+    """Read the trajectories of a batch. Raises CorruptJournalError for a damaged
+    record, and for a record that this host does not see in time.
     """
     directory, until = Path(stored.directory), time.monotonic() + stored.seen_s
     return tuple(

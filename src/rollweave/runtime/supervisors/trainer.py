@@ -116,7 +116,7 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         on_saved: Callable[[], None],
         shared: bool = False,
     ) -> None:
-        """`shared` says that ranks on other hosts read the store, so that it must be on
+        """With `shared`, ranks on other hosts read the store: its records must be on
         the disk before they do.
         """
         super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
@@ -235,14 +235,13 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
             self._post_failure(trainer, step, error)
             return
         stored = self._stored(command, entries, parts=command.parts)
-        started, sent = self._clock(), backend.sent_bytes
+        started = self._clock()
         # the controller reads the batch for metrics; a damaged store ends the run here
         reply, batch = await asyncio.gather(backend.ask(stored), self._read(command, entries))
-        sent = backend.sent_bytes - sent
         self._span("trainer", f"train {step}.{part}", started, groups=len(stored.groups))
         if isinstance(reply, Trained):
-            values = reply.metrics.values | {"batch_bytes": stored.nbytes, "sent_bytes": sent}
-            metrics = msgspec.structs.replace(reply.metrics, values=values)
+            sizes = {"batch_bytes": stored.nbytes, "sent_bytes": backend.bytes_of(stored)}
+            metrics = msgspec.structs.replace(reply.metrics, values=reply.metrics.values | sizes)
             self._on_trained(command, batch, metrics)
             self._post(StepTrained(epoch=trainer.epoch, step=step, part=part))
         else:
@@ -268,6 +267,8 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
             )
             self._post(GroupsMeasured(epoch=trainer.epoch, step=step, part=part, groups=measured))
         else:
+            # a damaged store ends the run here: no other trainer could read it
+            await asyncio.to_thread(self._store.read, entries)
             self._post_failure(trainer, step, reply)
 
     def _post_failure(self, trainer: TrainerProcess, step: int, reply: object) -> None:

@@ -93,10 +93,9 @@ class TrainerBackend(Link, Protocol):
     async def ask(self, command: RankCommand) -> TrainerReply:
         """Let the trainer execute one command, and return its reply."""
 
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of all commands so far that were sent to processes of the
-        trainer.
+    def bytes_of(self, command: RankCommand) -> int:
+        """Return the number of bytes that `ask` sends to the trainer's processes for a
+        command.
         """
 
     async def written(self) -> Saved | SaveFailed:
@@ -176,7 +175,6 @@ class ThreadTrainer:
         self._start_s, self._on_ready = start_s, on_ready
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
-        self.sent_bytes = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=NAME, daemon=True)
         self._thread.start()
@@ -196,6 +194,9 @@ class ThreadTrainer:
             raise TrainerRefusedError(str(error)) from None
         self._on_ready()
         return rank.ready()
+
+    def bytes_of(self, _command: RankCommand) -> int:
+        return 0
 
     async def ask(self, command: RankCommand) -> TrainerReply:
         rank = self._rank.result()
@@ -283,7 +284,6 @@ class ProcessTrainer:
     ) -> None:
         """Start one rank at each of `places`. Raises OSError."""
         self._start_s, self._on_ready = start_s, on_ready
-        self.sent_bytes = 0
         self._ranks = WorkerGroup(
             NAME,
             TrainerRank,
@@ -311,11 +311,12 @@ class ProcessTrainer:
         ready: TrainerReady = await self._first("ready")
         return ready
 
+    def bytes_of(self, command: RankCommand) -> int:
+        return len(encode(command)) * self._ranks.world_size
+
     async def ask(self, command: RankCommand) -> TrainerReply:
-        encoded = encode(command)
-        arguments = Arguments(args=(msgspec.Raw(encoded),))
+        arguments = Arguments(args=(msgspec.Raw(encode(command)),))
         everywhere = dict.fromkeys(range(self._ranks.world_size), arguments)
-        self.sent_bytes += len(encoded) * len(everywhere)
         reply: TrainerReply = await self._call("handle", everywhere)
         return reply
 

@@ -173,13 +173,14 @@ def given_up(run: Run, engine: Engine, reason: str) -> None:
 
 
 def _serving_elsewhere(run: Run, host: int) -> int:
-    """Return the number of engines on other hosts that have weights; 0 without
-    relays.
+    """Return the number of the run's own engines on other hosts that have weights; 0
+    without relays. Borrowed engines may leave at any time, and nothing can move to
+    their hosts.
     """
     if not run.carrier.relayed(run):
         return 0
     others = [engine for engine in run.state.engines.values() if engine.seat.host != host]
-    return sum(engine.version >= 0 and not engine.departing for engine in others)
+    return sum(engine.version >= 0 and not (engine.departing or engine.lender) for engine in others)
 
 
 def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:

@@ -7,7 +7,7 @@ independently of each other, and so to the same devices, at the beginning and af
 loss of a host. Each GPU then has at most one rank, and never more engines than the
 memory estimate counted on it (`engine_limits`).
 
-Nothing is bound to a host that lends an engine, except this engine while the run
+Only one process is bound to a host that lends an engine: this engine, while the run
 borrows it.
 """
 
