@@ -8,8 +8,10 @@ from rollweave.schema.work import StopReason
 from tests.support.pages import documented_metrics, inline_code, table_rows
 
 PAGE = (Path(__file__).parents[1] / "docs/TUNING.md").read_text()
-NO_METRICS = {"evaluation", "idle", "engines", "trainer"}
-"""Sections and kinds of lines, which are named as such."""
+NO_METRICS = {"evaluation", "idle", "engines", "trainer", "init", "eval"}
+"""Sections and kinds of lines, which are named as such, and the keys of the table that
+`rollout.max_running` may be.
+"""
 
 
 def metrics() -> set[str]:
