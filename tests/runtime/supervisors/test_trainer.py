@@ -16,7 +16,7 @@ from rollweave.runtime.supervisors.stored_batches import RankCommand, StoredBatc
 from rollweave.runtime.supervisors.trainer import TrainerSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import GroupId
-from rollweave.schema.commands import GroupRef, MeasureRatios, SaveCheckpoint
+from rollweave.schema.commands import GroupRef, MeasureGroups, SaveCheckpoint
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import CheckpointCopied, CheckpointSaved, Event, TrainerReady
 from rollweave.schema.training import Copied, Restored, Save, Saved, TrainerReply, TrainFailed
@@ -163,7 +163,7 @@ async def test_a_damaged_store_ends_the_run_also_if_it_is_only_measured(tmp_path
             run.supervisor.start(0)
             assert await run.events.get() == TrainerReady(epoch=0, step=0)
             shutil.rmtree(tmp_path / "store")
-            run.supervisor.measure(MeasureRatios(step=1, part=0, groups=(refs,)))
+            run.supervisor.measure(MeasureGroups(step=1, part=0, groups=(refs,)))
             await run.events.get()
             tasks.cancel_all()
 
