@@ -170,8 +170,15 @@ class RunUnderTest:
         summary: dict[str, Any] = json.loads(self.run.summary.read_text())
         return summary
 
-    def wait(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
-        """Inspect the run until the condition holds.
+    def wait(
+        self,
+        condition: Callable[[], object],
+        limit_s: float,
+        what: str,
+        *,
+        every_s: float = INSPECT_S,
+    ) -> None:
+        """Inspect the run every `every_s` seconds until the condition holds.
 
         Raises RollweaveError where the run ends before, and at the limit.
         """
@@ -186,7 +193,7 @@ class RunUnderTest:
                 raise RollweaveError(
                     self._failure(f"this condition did not hold within {limit_s:g} s: {what}")
                 )
-            time.sleep(INSPECT_S)
+            time.sleep(every_s)
 
     def _reap(self) -> None:
         assert self._process is not None, "the run was started"

@@ -383,10 +383,11 @@ async def _report_load(agent: HostAgent, backend: EngineClient, offer: Offer) ->
             offer.observe(now, await backend.stats())
         except EngineError:
             return  # the engine is lost, which is reported elsewhere
-        changes = (offer.state().takes, offer.state().recalled)
+        state = offer.state()
+        changes = (state.takes, state.recalled)
         if changes != reported or now - reported_at > REPORT_S:
             reported, reported_at = changes, now
-            agent.report(offer.state())
+            agent.report(state)
         await asyncio.sleep(OBSERVE_S)
 
 

@@ -208,23 +208,31 @@ def _must_be_complete(path: Path, end: int) -> None:
 
 
 def read_attempt(directory: Path, entry: StoredAttempt) -> Trajectory:
-    """Read an attempt with its tokens and score. Raises CorruptJournalError for a
-    record that differs from what was written, and for a segment that is gone or cannot
-    be read.
+    """Read an attempt with its tokens and score. Raises CorruptJournalError as
+    `read_unscored` does.
     """
-    path = segment_path(directory, entry.segment)
-    start = entry.offset - HEAD.size
+    trajectory = read_unscored(directory, entry.segment, entry.offset, entry.nbytes)
+    return _with_score(trajectory, entry.score)
+
+
+def read_unscored(directory: Path, segment: int, offset: int, nbytes: int) -> Trajectory:
+    """Read the attempt at a place of the store, as it was before it got a score. Raises
+    CorruptJournalError for a record that differs from what was written, and for a
+    segment that is gone or cannot be read.
+    """
+    path = segment_path(directory, segment)
+    start = offset - HEAD.size
     try:
         with opened(path) as file:
-            record = os.pread(file.fileno(), HEAD.size + entry.nbytes, start)
+            record = os.pread(file.fileno(), HEAD.size + nbytes, start)
     except FileNotFoundError:
         raise CorruptJournalError(f"{path} was deleted", LOST) from None
     except OSError as error:
         raise CorruptJournalError(f"{named(error)} (it cannot be read)", LOST) from error
     payload = record[HEAD.size :]
-    if len(payload) != entry.nbytes or record[: HEAD.size] != SEGMENT.head(RECORD, payload, start):
+    if len(payload) != nbytes or record[: HEAD.size] != SEGMENT.head(RECORD, payload, start):
         raise SEGMENT.damaged(path, start, f"record at byte {start} does not match its checksum")
-    return _with_score(_Ended.decode(payload).trajectory, entry.score)
+    return _Ended.decode(payload).trajectory
 
 
 def _floor(path: Path) -> int:

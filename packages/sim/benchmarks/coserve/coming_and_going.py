@@ -6,8 +6,8 @@ engine, and a new one takes the place of the first.
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from benchmarks.cluster.run import lost_trajectories
@@ -19,7 +19,6 @@ from packages.sim.benchmarks.coserve.serving_engine import ServingEngine
 from rollweave.envs.tasks import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import StartEngine
-from rollweave.schema.errors import RollweaveError
 
 LOAN_S = 300.0
 """Maximum seconds of a wait: for a loan, for a turn on the lent engine, or a return."""
@@ -53,17 +52,17 @@ def loans_that_come_and_go(
             options = ("--lend", run.address, *LIMITS)
             return stack.enter_context(ServingEngine(model, log, cores, *options))
 
+        wait = partial(run.wait, limit_s=LOAN_S, every_s=POLL_S)
         first, second = lend(), lend()
-        _until(lambda: _lent(first) or _lent(second), "a loan", run)
+        wait(lambda: _lent(first) or _lent(second), what="a loan")
         lent, other = (first, second) if _lent(first) else (second, first)
         for _ in range(returns):
-            before = lent.stats()["lending"]["rollout_tokens"]
-            _until(lambda: _tokens(lent) > before, "tokens of the lent engine", run)  # noqa: B023
+            wait(partial(_samples_beyond, lent, _tokens(lent)), what="tokens of the lent engine")
             began = time.monotonic()
             lent.process.send_signal(signal.SIGUSR1)
-            _until(lambda: not _lent(lent), "the return of the lent engine", run)  # noqa: B023
+            wait(partial(_is_back, lent), what="the return of the lent engine")
             return_s.append(time.monotonic() - began)
-            _until(lambda: _lent(other), "a loan of the other engine", run)  # noqa: B023
+            wait(partial(_lent, other), what="a loan of the other engine")
             join_s.append(time.monotonic() - began)
             progress(f"returned in {return_s[-1]:.2f} s, the other lent in {join_s[-1]:.2f} s")
             lent, other = other, lend()
@@ -82,18 +81,16 @@ def _lent(engine: ServingEngine) -> bool:
     return bool(engine.stats()["lending"]["lent"])
 
 
+def _is_back(engine: ServingEngine) -> bool:
+    return not _lent(engine)
+
+
+def _samples_beyond(engine: ServingEngine, tokens: int) -> bool:
+    return _tokens(engine) > tokens
+
+
 def _tokens(engine: ServingEngine) -> int:
     return int(engine.stats()["lending"]["rollout_tokens"])
-
-
-def _until(condition: Callable[[], bool], what: str, run: BorrowingRun) -> None:
-    """Raise RollweaveError if the run ends, or what is awaited does not happen."""
-    deadline = time.monotonic() + LOAN_S
-    while not condition():
-        run.inspect()
-        if run.status is not None or time.monotonic() > deadline:
-            raise RollweaveError(f"{what} must come within {LOAN_S:g} s: {run.output}")
-        time.sleep(POLL_S)
 
 
 def _borrowed(run: BorrowingRun) -> int:

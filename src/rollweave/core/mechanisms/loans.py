@@ -190,7 +190,7 @@ def check_leases(run: Run) -> None:
         for engine in _borrowed(run):
             give_back(run, engine, f"no trajectory has needed it for {IDLE_S:g} s")
     for engine in _borrowed(run):
-        if run.now - run.part(Loans).engines.get(engine.id, 0.0) > LEASE_S:
+        if run.now - part.engines.get(engine.id, 0.0) > LEASE_S:
             give_back(run, engine, f"its lender was not heard of for {LEASE_S:g} s")
 
 

@@ -10,11 +10,13 @@ controller has written it. A rank waits for a record for at most `SEEN_S`.
 import time
 from pathlib import Path
 
-from rollweave.record.store import Scored, StoredAttempt, read_attempt
-from rollweave.schema.base import GroupId, Struct, TaggedStruct, TrajectoryId
+import msgspec
+
+from rollweave.record.store import StoredAttempt, read_unscored
+from rollweave.schema.base import GroupId, Struct, TaggedStruct
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.training import Measure, TrainerCommand, TrainFailed, TrainOn
-from rollweave.schema.work import Batch, Blame, Purpose, ScoredGroup, StopReason, Trajectory
+from rollweave.schema.work import Batch, Blame, ScoredGroup, StopReason, Trajectory
 
 SEEN_S = 20.0
 """Maximum seconds until a record that was written is seen on another host: NFS caches
@@ -119,33 +121,19 @@ def _groups_of(stored: StoredBatch) -> tuple[ScoredGroup, ...]:
 
 
 def _read(directory: Path, member: StoredMember, until: float) -> Trajectory:
-    nobody, attempt = TrajectoryId(""), 0  # the record has both
-    score = Scored(
-        at=0.0,
-        trajectory_id=nobody,
-        attempt=attempt,
-        reward=member.reward,
-        success=member.success,
-        stop_reason=member.stop_reason,
-        blame=member.blame,
-        eval_s=0.0,
-        rewards=member.rewards,
-    )
-    entry = StoredAttempt(
-        trajectory_id=nobody,
-        attempt=attempt,
-        purpose=Purpose.TRAIN,
-        member=0,
-        at=0.0,
-        segment=member.segment,
-        offset=member.offset,
-        nbytes=member.nbytes,
-        score=score,
-    )
     while True:
         try:
-            return read_attempt(directory, entry)
+            trajectory = read_unscored(directory, member.segment, member.offset, member.nbytes)
         except CorruptJournalError:
             if time.monotonic() > until:
                 raise
+        else:
+            return msgspec.structs.replace(
+                trajectory,
+                reward=member.reward,
+                success=member.success,
+                stop_reason=member.stop_reason,
+                blame=member.blame,
+                rewards=member.rewards,
+            )
         time.sleep(RETRY_S)

@@ -117,7 +117,8 @@ def _with_capacity(run: Run) -> list[Engine]:
 
 def free_capacity(run: Run) -> int:
     """The number of training trajectories that engines would launch now, within the
-    limit on environments alive. Those that wait for a place of INIT are drawn, too.
+    limit on environments alive. Trajectories that wait for a place of INIT are drawn,
+    too.
     """
     batches = _batch_sizes(run)
     free = sum(batches[engine.id] - assigned_count(run, engine) for engine in _launching(run))
