@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contract import Figure, Result
-from benchmarks.delta_payloads import CHAT, OWN, Versions, masked, own_update
+from benchmarks.delta_payloads import Versions, masked, own_update
 from benchmarks.harness import Progress
+from benchmarks.runs import CHAT, OWN
 from rollweave.schema.weights import TensorMeta
 from rollweave.weights.delta import apply, encode, plan
 from rollweave.weights.delta_body import FORMS, differences_of

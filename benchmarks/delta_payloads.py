@@ -2,7 +2,6 @@
 scratch or of a pretrained model, and masks of a density.
 """
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import example, recorded
-from rollweave.io.boot import import_from_working_directory
+from benchmarks.runs import recorded, subject
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.schema.config.root import RunConfig
 from rollweave.train import checkpoint
@@ -22,7 +20,6 @@ from rollweave.weights.delta_body import Array
 
 STD = 0.02
 
-OWN, CHAT = "frozenlake_fixed.toml", "chat/sums.toml"
 OWN_ALWAYS = (
     "run.checkpoint_every=1",
     "run.name=delta",
@@ -43,26 +40,23 @@ def own_update(settings: tuple[str, ...], model: Path | None = None) -> Versions
     """Return the last two checkpoints of a run, a step apart, as published in bfloat16:
     of the fixed lake from scratch, or of a pretrained `model` that learns to add.
     """
-    path, of_model = example(OWN).resolve(), list[str]()
-    if model is not None:
-        path, model = example(CHAT).resolve(), model.resolve()
-        of_model = [f"model.path={model}"]
-    with contextlib.chdir(path.parent):
-        import_from_working_directory()
-        with recorded(path, [*settings, *OWN_ALWAYS, *of_model]) as (config, run, _):
-            kept = Checkpoints(run.checkpoints)
-            base, new = (
-                bfloat16(_whole(checkpoint.load(kept.path(step)).model, config, model))
-                for step in kept.steps()[-2:]
-            )
+    with (
+        subject(model) as (path, of_model),
+        recorded(path, [*settings, *OWN_ALWAYS, *of_model]) as (config, run, _),
+    ):
+        kept = Checkpoints(run.checkpoints)
+        base, new = (
+            bfloat16(_whole(checkpoint.load(kept.path(step)).model, config))
+            for step in kept.steps()[-2:]
+        )
     return Versions(base, new)
 
 
-def _whole(trained: Mapping[str, torch.Tensor], config: RunConfig, model: Path | None) -> Array:
+def _whole(trained: Mapping[str, torch.Tensor], config: RunConfig) -> Array:
     """Return all weights in float32, with a run's adapters merged into the model's."""
     tensors = dict(trained)
-    if config.lora is not None and model is not None:
-        for file in weight_files(model):
+    if config.lora is not None and config.model.path is not None:
+        for file in weight_files(Path(config.model.path)):
             for name, weight in load_file(file).items():
                 layer = name.removesuffix(".weight")
                 if layer + A in trained:

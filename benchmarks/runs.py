@@ -1,5 +1,6 @@
 """Run a configuration for a bench in a temporary directory, and measure its parts."""
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -10,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import scratch_folder
+from rollweave.io.boot import import_from_working_directory
 from rollweave.record.report.data import RunData, read_run
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.record.trace import ENGINES, TRAINER
 from rollweave.runtime import launch
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
+from rollweave.runtime.metrics import Progress
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.hosts import Programs
 
 EXAMPLES = "examples"
+OWN, CHAT = "frozenlake_fixed.toml", "chat/sums.toml"
+"""The examples of `subject`, without and with a pretrained model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +113,19 @@ def example(name: str) -> Path:
     )
 
 
+@contextmanager
+def subject(model: Path | None) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a configuration with settings that belong to it: the fixed lake, whose
+    model is trained from scratch, or the sums, which a pretrained chat `model` learns.
+    The working directory is the configuration's for the context. Raises ConfigError.
+    """
+    path = example(OWN if model is None else CHAT).resolve()
+    settings = [] if model is None else [f"model.path={_quoted(str(model.resolve()))}"]
+    with contextlib.chdir(path.parent):
+        import_from_working_directory()
+        yield path, settings
+
+
 def endless(name: str, settings: Sequence[str]) -> RunConfig:
     """Return the configuration of an example that does not end on success. Raises
     ConfigError.
@@ -158,12 +176,15 @@ def recorded(
         yield made, run, measured
 
 
-def trained(config: RunConfig, *, programs: Programs | None = None) -> tuple[RunDir, MeasuredRun]:
-    """Train in the directory that `config` names.
+def trained(
+    config: RunConfig, *, programs: Programs | None = None, progress: Progress | None = None
+) -> tuple[RunDir, MeasuredRun]:
+    """Train in the directory that `config` names, and show `progress` the lines of
+    metrics.
 
     Raises RollweaveError where the run fails or is stopped.
     """
-    summary = launch.train(config, programs=programs)
+    summary = launch.train(config, programs=programs, progress=progress)
     if summary.interrupted:
         raise KeyboardInterrupt
     if summary.error:

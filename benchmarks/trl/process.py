@@ -11,9 +11,15 @@ import msgspec
 
 from benchmarks.harness import ROOT, environment
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
+from benchmarks.usage import Usage
 from rollweave.engine.servers.process import installed_version
+from rollweave.envs.tasks import TaskSource
 from rollweave.io.child import log_tail, status_text
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.work import Purpose
+from rollweave.train.state import BETAS
 
 VARIABLE = "ROLLWEAVE_TRL_PYTHON"
 FOLDER = ".venv-trl"
@@ -22,9 +28,9 @@ MISSING = (
     "of an environment that has it"
 )
 
-CHECKPOINT_S = 1200.0
-"""Maximum seconds until the next checkpoint: a step takes about a second on a quiet
-machine, and the imports of TRL half a minute on a loaded one.
+CHECKPOINT_S = 3600.0
+"""Maximum seconds until the next checkpoint: on a quiet machine, a step of the fixed
+lake takes about a second and a step of a pretrained model some minutes.
 """
 
 TAIL_LINES = 6
@@ -66,9 +72,40 @@ def trl_version(python: str) -> str:
         raise ConfigError(f"{VARIABLE} {error}") from None
 
 
-def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
-    """Train as specified, and yield each checkpoint; the training waits until the next
-    one is asked for. Closing the iterator ends it.
+def spec_of(config: RunConfig, directory: Path) -> TrlSpec:
+    """Return the training of TRL that is `config`'s."""
+    (task,) = config.tasks
+    trainer, values = config.trainer, config.algorithm.loss_values
+    source = TaskSource(config)
+    assert config.model.path is not None, "both start from one checkpoint"
+    return TrlSpec(
+        model=config.model.path,
+        directory=str(directory),
+        tasks=tuple(
+            source.draw(task.name, index, Purpose.TRAIN)
+            for index in range(config.run.steps * config.rollout.groups_per_step)
+        ),
+        options=task.options,
+        steps=config.run.steps,
+        save_every=config.eval.every,
+        groups_per_step=config.rollout.groups_per_step,
+        group_size=config.rollout.group_size,
+        temperature=config.rollout.temperature,
+        lr=trainer.lr,
+        betas=BETAS,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        clip_low=values.clip_low,
+        clip_high=values.clip_high,
+        threads=TRAINER_THREADS,
+        seed=config.run.seed,
+    )
+
+
+def checkpoints(python: str, spec: TrlSpec) -> Generator[tuple[TrlCheckpoint, int]]:
+    """Train as specified, in the working directory, and yield each checkpoint with the
+    peak of the process's memory in bytes; the training waits until the next one is
+    asked for. Closing the iterator ends it.
 
     Raises RollweaveError with the process's last output if it fails or hangs.
     """
@@ -83,13 +120,13 @@ def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
-            cwd=directory,
             env=environment(**OWN, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads),
             # like our children, and so with the same share of the CPU
             start_new_session=True,
         )
     assert process.stdin is not None
     assert process.stdout is not None
+    usage = Usage(process.pid)
     try:
         while True:
             backstop = threading.Timer(CHECKPOINT_S, process.kill)
@@ -98,7 +135,7 @@ def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
             backstop.cancel()
             if not line:
                 break
-            yield msgspec.json.decode(line, type=TrlCheckpoint)
+            yield msgspec.json.decode(line, type=TrlCheckpoint), usage.peak
             process.stdin.write(b"\n")
             process.stdin.flush()
         if status := process.wait():
@@ -107,6 +144,7 @@ def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
     except BrokenPipeError:
         raise RollweaveError(f"TRL ended; its last output:\n{log_tail(log)}") from None
     finally:
+        usage.stop()
         process.kill()
         process.wait()
         process.stdout.close()

@@ -37,10 +37,11 @@ class TrlSpec(Struct, frozen=True, kw_only=True):
 
 class TrlCheckpoint(Struct, frozen=True, kw_only=True):
     """A checkpoint in directory `path`: the seconds from the start of the training, and
-    those of each step since the last checkpoint.
+    wall-clock and processor seconds of each step since the last checkpoint.
     """
 
     step: int
     seconds: float
     step_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
     path: str

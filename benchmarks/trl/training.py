@@ -56,27 +56,29 @@ def episode_reward(episode_reward: list[float], **_: Any) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Times the steps, writes the checkpoints, and stops its time while one is
-    evaluated.
+    """Times the steps, by the wall clock and by the processor time, writes the
+    checkpoints, and stops its time while one is evaluated.
     """
 
     def __init__(self, spec: TrlSpec, answers: TextIO) -> None:
         self._spec, self._answers = spec, answers
-        self._seconds, self._since = 0.0, 0.0
+        self._seconds, self._since, self._computed = 0.0, 0.0, 0.0
         self._steps: list[float] = []
+        self._cpu: list[float] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._since = time.perf_counter()
+        self._since, self._computed = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args
         self._steps.append(time.perf_counter() - self._since)
+        self._cpu.append(time.process_time() - self._computed)
         self._seconds += self._steps[-1]
         if state.global_step % self._spec.save_every == 0:
             self._save(state.global_step, kwargs["model"])
             if not sys.stdin.readline():  # the bench has ended
                 control.should_training_stop = True
-        self._since = time.perf_counter()
+        self._since, self._computed = time.perf_counter(), time.process_time()
 
     def _save(self, step: int, model: Any) -> None:
         path = Path(self._spec.directory, f"step-{step}")
@@ -84,10 +86,15 @@ class Clock(TrainerCallback):
         for name in TOKENIZER:
             shutil.copy(Path(self._spec.model, name), path)
         line = TrlCheckpoint(
-            step=step, seconds=self._seconds, step_s=tuple(self._steps), path=str(path)
+            step=step,
+            seconds=self._seconds,
+            step_s=tuple(self._steps),
+            cpu_s=tuple(self._cpu),
+            path=str(path),
         )
         print(msgspec.json.encode(line).decode(), file=self._answers, flush=True)
         self._steps.clear()
+        self._cpu.clear()
 
 
 def settings(spec: TrlSpec) -> dict[str, Any]:

@@ -34,7 +34,7 @@ INVALID = "<down><down>"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = load(example(bench.CONFIG))
+    config = load(example("frozenlake_fixed.toml"))
     path = tmp_path_factory.mktemp("trl") / "model"
     build_checkpoint(
         path,
@@ -52,7 +52,7 @@ def codec(model: Path) -> ChatCodec:
 
 
 def at_start(**limits: int) -> Task:
-    task = TaskSource(load(example(bench.CONFIG))).draw("frozenlake", 0, Purpose.EVAL)
+    task = TaskSource(load(example("frozenlake_fixed.toml"))).draw("frozenlake", 0, Purpose.EVAL)
     return msgspec.structs.replace(task, limits=msgspec.structs.replace(task.limits, **limits))
 
 
@@ -127,10 +127,10 @@ def test_an_episode_ends_with_its_turns_or_its_tokens(codec: ChatCodec) -> None:
 
 def spec(directory: Path, model: Path, **settings: object) -> TrlSpec:
     config = load(
-        example(bench.CONFIG),
+        example("frozenlake_fixed.toml"),
         [*bench.COMMON, "run.steps=4", f'model={{path="{model}"}}', "warmup={}"],
     )
-    return msgspec.structs.replace(bench.spec_of(config, directory), **settings)
+    return msgspec.structs.replace(process.spec_of(config, directory), **settings)
 
 
 def test_the_training_of_trl_is_that_of_the_configuration(tmp_path: Path, model: Path) -> None:
@@ -145,7 +145,7 @@ def test_every_variant_is_a_configuration(model: Path) -> None:
     for settings in MODE_SETTINGS.values():
         own = [*settings, f'model={{path="{model}"}}', "warmup={}"]
         for quick in ((), bench.QUICK):
-            config = load(example(bench.CONFIG), [*bench.COMMON, *quick, *own])
+            config = load(example("frozenlake_fixed.toml"), [*bench.COMMON, *quick, *own])
             assert config.rollout.mode == settings[0].rpartition("=")[2]
 
 
@@ -158,28 +158,30 @@ def fake(directory: Path, script: str) -> str:
 
 
 def a_line(step: int) -> str:
-    one = TrlCheckpoint(step=step, seconds=2.0 * step, step_s=(2.0, 2.0), path=f"step-{step}")
+    one = TrlCheckpoint(
+        step=step, seconds=2.0 * step, step_s=(2.0, 2.0), cpu_s=(2.0, 2.0), path=f"step-{step}"
+    )
     return f"echo '{msgspec.json.encode(one).decode()}'; read -r go || exit 7"
 
 
 def test_the_training_continues_only_when_its_next_checkpoint_is_awaited(
     tmp_path: Path, model: Path
 ) -> None:
-    python = fake(tmp_path, f"{a_line(2)}\ntouch continued\n{a_line(4)}")
+    python = fake(tmp_path, f"{a_line(2)}\ntouch {tmp_path}/continued\n{a_line(4)}")
     saved = checkpoints(python, spec(tmp_path / "trl", model))
-    assert next(saved).step == 2
-    assert not (tmp_path / "trl" / "continued").exists()
-    assert [one.step for one in saved] == [4]
-    assert (tmp_path / "trl" / "continued").exists()
+    assert next(saved)[0].step == 2
+    assert not (tmp_path / "continued").exists()
+    assert [one.step for one, _ in saved] == [4]
+    assert (tmp_path / "continued").exists()
 
 
 def test_closing_ends_the_process(tmp_path: Path, model: Path) -> None:
-    python = fake(tmp_path, f"echo $$ > pid\n{a_line(2)}")
+    python = fake(tmp_path, f"echo $$ > {tmp_path}/pid\n{a_line(2)}")
     saved = checkpoints(python, spec(tmp_path / "trl", model))
     next(saved)
     saved.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "trl" / "pid").read_text()), 0)
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_an_interpreter_without_trl_is_refused_with_the_variables_name() -> None
 
 def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.trl.bench.interpreter", lambda: None)
-    result = bench.bench_trl(seeds=None, quick=True, progress=print)
+    result = bench.bench_trl(seeds=None, quick=True, model=None, progress=print)
     assert set(result.figures) == set(bench.FIGURES)
     for name, figure in result.figures.items():
         assert figure is None
@@ -232,7 +234,9 @@ def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) 
 def learned(step_s: float, steps: int | None) -> bench.Learned:
     """Return a training that reaches the target after `steps`, or never."""
     seconds = None if steps is None else step_s * steps
-    return bench.Learned(step_s=[step_s] * 3, steps=steps, seconds=seconds)
+    return bench.Learned(
+        step_s=[step_s] * 3, cpu_s=[2 * step_s] * 3, peak=1 << 30, steps=steps, seconds=seconds
+    )
 
 
 def all_learned(*steps_of_trl: int | None) -> dict[str, list[bench.Learned]]:
@@ -247,6 +251,7 @@ def test_ratios_are_those_of_trl_to_ours() -> None:
     assert set(figures) == set(bench.FIGURES)
     assert (figures["step_ratio"], figures["wall_ratio"], figures["steps_ratio"]) == (4, 6, 1.5)
     assert (figures["step_ratio_sync"], figures["wall_ratio_sync"]) == (2, 3)
+    assert (figures["cpu_ratio"], figures["memory_ratio"]) == (4, 1)
     assert not conditions
 
 
@@ -264,7 +269,8 @@ def test_a_missed_target_has_a_reason() -> None:
 def test_trl_trains_the_model_on_our_episodes(tmp_path: Path, model: Path) -> None:
     python = interpreter()
     assert python is not None
-    (one,) = checkpoints(python, spec(tmp_path / "trl", model))
+    ((one, peak),) = checkpoints(python, spec(tmp_path / "trl", model))
+    assert peak > 1 << 28
     assert (one.step, len(one.step_s)) == (4, 4)
     before, after = (
         load_file(model / "model.safetensors"),

@@ -36,6 +36,7 @@ BENCHES = {
     "trl": "benchmarks.trl.bench:bench_trl",
     "sim": "packages.sim.benchmarks.bench:bench_sim",
     "faults": "packages.sim.benchmarks.faults:bench_faults",
+    "fidelity": "packages.sim.benchmarks.fidelity:bench_fidelity",
     "affinity": "packages.sim.benchmarks.affinity:bench_affinity",
     "placement": "packages.papers.benchmarks.placement.bench:bench_placement",
     "predictors": "packages.papers.benchmarks.predictors:bench_predictors",
@@ -66,11 +67,12 @@ SEEDED = (
     "vllm",
     "trl",
     "faults",
+    "fidelity",
 )
 """Names of benchmarks that repeat a run with several seeds."""
 
 
-WITH_MODEL = ("delta", "engine", "predictors")
+WITH_MODEL = ("delta", "engine", "fidelity", "predictors", "trl")
 """Names of benchmarks that measure a pretrained model, where one is given."""
 
 

@@ -773,8 +773,8 @@ def bench(
         typer.Option(
             help="With engine: a model directory, measured in place of random models. With "
             "--profile: the one whose step times are measured, by default the demo's. With delta: "
-            "a chat model's, whose updates are measured as well. With predictors: the chat "
-            "model that samples."
+            "a chat model's, whose updates are measured as well. With fidelity and trl: a chat "
+            "model, which learns sums. With predictors: the chat model that samples."
         ),
     ] = None,
     real: Annotated[
