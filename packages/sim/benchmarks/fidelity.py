@@ -12,7 +12,6 @@ import itertools
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, load_average, rounded
@@ -99,7 +98,7 @@ def figures_of(
 ) -> dict[str, Figure]:
     """Return the figures of these seconds a step, by configuration."""
     ratios = {
-        kind: [rounded(times[name] / measured[name]) for name in measured]
+        kind: [times[name] / measured[name] for name in measured]
         for kind, times in (("own", own), ("advice", advised))
     }
     pairs = [
@@ -107,9 +106,9 @@ def figures_of(
         for fast, slow in itertools.permutations(measured, 2)
         if measured[fast] * (1 + TIE) < measured[slow]
     ]
-    figures: dict[str, Any] = {"measured_s": [rounded(measured[name]) for name in measured]}
+    figures: dict[str, Figure] = {"measured_s": rounded(list(measured.values()))}
     for kind, values in ratios.items():
-        figures[f"{kind}_ratio"] = values
+        figures[f"{kind}_ratio"] = rounded(values)
         figures[f"{kind}_agrees"] = sum(abs(value - 1) <= NEAR for value in values)
     figures["advice_order"] = statistics.fmean(pairs) if pairs else None
     return figures
