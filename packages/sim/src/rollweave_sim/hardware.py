@@ -246,7 +246,15 @@ def _qwen25(
 
 
 def _qwen3(
-    name: str, *, layers: int, hidden: int, heads: int, kv_heads: int = 8, ffn: int, **experts: int
+    name: str,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int = 8,
+    ffn: int,
+    tied: bool = False,
+    **experts: int,
 ) -> ModelShape:
     return ModelShape(
         name=name,
@@ -257,7 +265,7 @@ def _qwen3(
         head_dim=128,
         ffn=ffn,
         vocab=151936,
-        tied=False,
+        tied=tied,
         **experts,
     )
 
@@ -268,6 +276,9 @@ MODELS = {
         _qwen25("qwen2.5-7b", layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18944),
         _qwen25("qwen2.5-32b", layers=64, hidden=5120, heads=40, kv_heads=8, ffn=27648),
         _qwen25("qwen2.5-72b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=29568),
+        _qwen3("qwen3-0.6b", layers=28, hidden=1024, heads=16, ffn=3072, tied=True),
+        _qwen3("qwen3-1.7b", layers=28, hidden=2048, heads=16, ffn=6144, tied=True),
+        _qwen3("qwen3-4b", layers=36, hidden=2560, heads=32, ffn=9728, tied=True),
         _qwen3("qwen3-8b", layers=36, hidden=4096, heads=32, ffn=12288),
         _qwen3("qwen3-14b", layers=40, hidden=5120, heads=40, ffn=17408),
         _qwen3("qwen3-32b", layers=64, hidden=5120, heads=64, ffn=25600),
