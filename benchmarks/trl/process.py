@@ -12,9 +12,9 @@ import msgspec
 from benchmarks.harness import ROOT, environment
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
 from benchmarks.usage import Usage
-from rollweave.engine.servers.process import installed_version
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.child import log_tail, status_text
+from rollweave.io.interpreters import installed_version
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import ConfigError, RollweaveError

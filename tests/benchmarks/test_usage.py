@@ -23,6 +23,6 @@ def test_a_tree_keeps_the_time_of_ended_processes_and_the_peak_of_memory() -> No
         assert child.stdout is not None
         with used(child.pid) as usage:
             assert child.stdout.readline() == b"done\n"
-            assert 0.2 <= usage.cpu_s()
+            assert usage.cpu_s() >= 0.2
         child.communicate()
         assert 64 * MIB < usage.peak < 256 * MIB

@@ -66,8 +66,9 @@ IMPORTED_LATER = {
     "rollweave.cli.train": (*ENGINE, *TRAINER),
     "rollweave.runtime.entrypoints.engine": ENGINE,
     "rollweave.runtime.entrypoints.predictor": ("rollweave.train.regressors",),
+    "rollweave.runtime.entrypoints.server_engine": ("rollweave_servers.provider",),
     "rollweave.runtime.entrypoints.trainer": TRAINER,
-    "tests.support.vllm_server": ENGINE,
+    "packages.servers.tests.vllm_server": ENGINE,
 }
 """Modules that a module imports before it is ready, but not at its top."""
 
