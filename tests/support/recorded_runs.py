@@ -30,6 +30,9 @@ class Steps:
     def step_s(self, *, tokens: int, context: int) -> float:
         return self.fixed + 1e-3 * tokens
 
+    def forward_s(self, *, tokens: int, context: int) -> float:
+        return self.step_s(tokens=tokens, context=context) / 3
+
     def publish_s(self) -> float:
         return self.publish
 
@@ -40,6 +43,9 @@ class Steps:
 
     def hop_s(self, *, share: float) -> float:
         return self.load
+
+    def delta_s(self) -> float:
+        return 0.0
 
     def lag_s(self) -> float:
         return 0.0

@@ -21,6 +21,7 @@ from rollweave_papers.cluster import (
 )
 from rollweave_sim.cost import TrainerCost
 from rollweave_sim.hardware import gpu, link, model
+from rollweave_sim.training import passes_of
 from rollweave_sim.workload import Plan, Workload, workload
 from rollweave_sim.world import costs_of
 
@@ -68,7 +69,11 @@ def test_a_set_up_is_a_run() -> None:
     )
     assert config.sim is not None
     assert (config.sim.gpu, config.engines[0].degree) == ("h20", 4)
-    h800 = TrainerCost(gpu=gpu("h800"), model=model("qwen3-8b"), gpus=8, link=link("rdma"))
+    passes = passes_of(config)
+    assert passes.forwards == 2, "the log-probs before the step, and the reference's"
+    h800 = TrainerCost(
+        gpu=gpu("h800"), model=model("qwen3-8b"), gpus=8, link=link("rdma"), passes=passes
+    )
     trainer = costs_of(config)[1]
     assert trainer.step_s(tokens=10_000, context=1) == h800.step_s(tokens=10_000, context=1)
 

@@ -23,6 +23,7 @@ from rollweave_papers.running import EXPERIMENTS
 from rollweave_sim.cost import EngineCost, TrainerCost
 from rollweave_sim.hardware import Link, gpu, link, model
 from rollweave_sim.run import SimMetrics
+from rollweave_sim.training import Passes
 from rollweave_sim.world import World
 
 
@@ -69,7 +70,7 @@ def test_waits_are_at_least_the_best_case() -> None:
         assert best is not None
         assert mean is not None
         assert mean <= best
-        cost = Sliced(shape=model(f"qwen2.5-{size}"), gpus=512, share=1, updates=1)
+        cost = Sliced(shape=model(f"qwen2.5-{size}"), gpus=512, share=1)
         at_once = best_chain_s(model(f"qwen2.5-{size}").weight_bytes, 64)
         alone = cost.beside_s(engines=1, tp=tp)
         # a suspended engine first ends its running step
@@ -130,7 +131,7 @@ def test_a_share_keeps_the_load_of_engines_and_trainer() -> None:
     )
     shape = model("qwen2.5-32b")
     plain = TrainerCost(gpu=gpu("h800"), model=shape, gpus=128, link=link("rdma"))
-    sliced = Sliced(shape=shape, gpus=128, share=8, updates=1)
+    sliced = Sliced(shape=shape, gpus=128, share=8)
     assert sliced.step_s(tokens=1000, context=500_000) == plain.step_s(
         tokens=8000, context=4_000_000
     )
@@ -141,7 +142,8 @@ def test_a_share_keeps_the_load_of_engines_and_trainer() -> None:
 
 def test_updates_cost_more_than_one() -> None:
     one, many = (
-        Sliced(shape=model("qwen2.5-7b"), gpus=16, share=1, updates=updates) for updates in (1, 16)
+        Sliced(shape=model("qwen2.5-7b"), gpus=16, share=1, passes=Passes(updates=updates))
+        for updates in (1, 16)
     )
     fixed = one.step_s(tokens=0, context=0)
     assert fixed > 0
@@ -160,7 +162,7 @@ def test_a_lost_machine_recovers() -> None:
 
 def test_an_engine_beside_a_relay_waits_for_those_of_its_machine_alone() -> None:
     shape = model("qwen2.5-32b")
-    part = Sliced(shape=shape, gpus=128, share=8, updates=1)
+    part = Sliced(shape=shape, gpus=128, share=8)
     plain = TrainerCost(gpu=gpu("h800"), model=shape, gpus=128, link=link("rdma"))
     assert part.beside_s(engines=2, tp=4) == plain.load_s(engines=2, tp=4, over=link("pcie"))
     assert part.lag_s() == 8 * plain.lag_s(), "each relay stands for those of eight parts"

@@ -7,6 +7,7 @@ from rollweave_sim.engine import Done, SimEngine
 from rollweave_sim.kv import Request
 from rollweave_sim.lender import PAGE_BYTES, Lender, Served
 from rollweave_sim.lending import LentEngine
+from rollweave_sim.noise import Noise
 from rollweave_sim.traffic import Memory
 from tests.support.simulation import Linear
 
@@ -23,8 +24,17 @@ MEMORY = Memory(
 class Rig:
     """A lender, driven from event to event, and what came out of it."""
 
-    def __init__(self, kind: type[Lender] = Lender, *, lends: bool = True, **limits: bool) -> None:
-        self.lender = kind("s0", phase="both", cost=COST, limits=LIMITS, memory=MEMORY, **limits)
+    def __init__(
+        self,
+        kind: type[Lender] = Lender,
+        *,
+        lends: bool = True,
+        noise: Noise | None = None,
+        **limits: bool,
+    ) -> None:
+        self.lender = kind(
+            "s0", phase="both", cost=COST, limits=LIMITS, memory=MEMORY, noise=noise, **limits
+        )
         self.first: dict[Served, float] = {}
         self.last: dict[Served, float] = {}
         self.returned: dict[str, int] = {}

@@ -77,15 +77,15 @@ def test_the_kv_cache_has_the_configured_size(tmp_path: Path) -> None:
 
 def test_names_settings_without_effect(tmp_path: Path) -> None:
     result = run(
-        tmp_path, more="stop_at = 0.0\n[weights]\ntransport = 'nixl'\n[algorithm]\nkl = 0.1"
+        tmp_path, more="stop_at = 0.0\n[weights]\ntransport = 'nixl'\n[algorithm]\nentropy = 0.1"
     )
     assert result.exit_code == 0, result.stderr
     assert (
-        "without effect in a simulation: algorithm.kl, weights.transport, eval.stop_at"
+        "without effect in a simulation: algorithm.entropy, weights.transport, eval.stop_at"
         in result.stderr
     )
     figures = json.loads(result.stdout.splitlines()[-1])
-    assert figures["without_effect"] == ["algorithm.kl", "weights.transport", "eval.stop_at"]
+    assert figures["without_effect"] == ["algorithm.entropy", "weights.transport", "eval.stop_at"]
     assert figures["steps"] == 2, "a success that is drawn ends nothing"
 
 

@@ -18,7 +18,14 @@ CHUNKS = 100
 
 
 class Costs:
-    """A version takes 10 s from relay to relay, in a hundred chunks."""
+    """A version takes 10 s from relay to relay, in a hundred chunks, and its changes at
+    least `codec_s`.
+    """
+
+    codec_s = 0.0
+
+    def delta_s(self) -> float:
+        return self.codec_s
 
     def hop_s(self, *, share: float) -> float:
         return 10.0 * share
@@ -207,6 +214,22 @@ def test_a_delta_takes_its_share_of_the_time() -> None:
     stage.take(1, 0, 1, base=0)
     stage.run()
     assert stage.arrival_times()["r1"] - began == pytest.approx(10.0 * DELTA_SHARE)
+
+
+def test_changes_take_as_long_as_it_takes_to_find_and_apply_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Costs, "codec_s", 4.0)
+    stage = Stage(3)
+    for relay in range(3):
+        stage.take(relay, relay - 1 if relay else None, 0)
+    stage.run()
+    began = stage.clock.now
+    for relay in range(3):
+        stage.take(relay, relay - 1 if relay else None, 1, base=0 if relay else None)
+    stage.run()
+    assert stage.arrival_times()["r1"] - began == pytest.approx(4.0)
+    assert stage.arrival_times()["r2"] - began == pytest.approx(4.0 + 10.0 / CHUNKS), "at once"
 
 
 def test_refuses_weights_that_are_missing() -> None:

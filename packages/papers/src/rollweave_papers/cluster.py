@@ -25,6 +25,7 @@ from rollweave_sim.cost import TrainerCost
 from rollweave_sim.families import INIT_TIMEOUT_S
 from rollweave_sim.hardware import gpu, link, model
 from rollweave_sim.run import Outcome, SimMetrics, simulate
+from rollweave_sim.training import passes_of
 from rollweave_sim.workers import Dedicated, Judges, Serverless
 from rollweave_sim.workload import Plan, Workload, workload
 from rollweave_sim.world import Costs, Journal, World, costs_of
@@ -41,6 +42,14 @@ CHUNK_TOKENS = 2048
 
 FOREVER_S = 1e6
 """Seconds of watchdogs and budgets that the papers' experiments do not state."""
+
+
+KL = 1e-3
+"""Coefficient of GRPO's KL divergence to a reference (DeepSeekMath eq. 3), which costs
+a pass whatever its size. The log-probs under the weights before the step are a pass,
+too: ROLL, with which RollArt and ROSE are built, makes both (`ref_log_probs` and
+`cal_old_log_probs` in its pipelines), and Heddle §2.2 names the first.
+"""
 
 
 class ExperimentError(RollweaveError):
@@ -78,6 +87,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     slots: int = SLOTS
     judges: int = 0  # instances that compute rewards; 0: as many as needed, at once
     serverless: bool = False  # rewards on a serverless platform, without `judges`
+    reference: bool = True  # GRPO's, which DAPO has not (arXiv:2503.14476 §2.3)
     policies: tuple[str, ...] = ()  # of [ablation]
     without: tuple[str, ...] = ()  # of [ablation]
     colocated: bool = False  # trainer and engines take turns on the same GPUs
@@ -140,6 +150,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "loans": {"engines": self.borrowed // self.tp} if self.borrowed else None,
                 "allocation": {"budget": self.rollout_gpus} if self.degrees else None,
                 "trainer": {"ranks": self.trainer_gpus, "colocated": self.colocated},
+                "algorithm": {"correction": "decoupled", "kl": KL if self.reference else 0.0},
                 "ablation": {"changes": (*self.policies, *(f"no_{name}" for name in self.without))},
                 "eval": {"final_episodes": 0},
                 "watchdog": {"turn_s": FOREVER_S, "train_s": FOREVER_S},
@@ -267,7 +278,7 @@ def steps_of(
     config = setup.config(steps=steps, seed=seed)
     outcome = simulate(
         config,
-        costs=None if training == 1 else (costs_of(config)[0], Longer(setup, training)),
+        costs=None if training == 1 else (costs_of(config)[0], Longer(setup, config, training)),
         work=work,
         watch=watch,
         rewards=setup.rewards(),
@@ -285,12 +296,13 @@ def _as_it_is(work: Workload) -> Workload:
 class Longer(TrainerCost):
     """The trainer of a set-up on H800, whose steps take `factor` times as long."""
 
-    def __init__(self, setup: Setup, factor: float) -> None:
+    def __init__(self, setup: Setup, config: RunConfig, factor: float) -> None:
         super().__init__(
             gpu=gpu("h800"),
             model=model(setup.model),
             gpus=setup.trainer_gpus,
             link=link(setup.link),
+            passes=passes_of(config),
         )
         self._factor = factor
 

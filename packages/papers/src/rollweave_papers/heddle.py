@@ -10,11 +10,13 @@ systems get the same batch, GPUs and engine. Lengths are the estimates of
 `core/policy/predict`, after one step's training of its regressor.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rollweave_papers import heddle_prediction
 from rollweave_papers.cluster import geometric_mean
 from rollweave_papers.heddle_runs import (
+    DEGREES,
     HYBRID,
     MODELS,
     OURS,
@@ -23,12 +25,15 @@ from rollweave_papers.heddle_runs import (
     STUDIED,
     TASKS,
     VERL,
+    WORKER_BATCH,
     Case,
     Rollout,
     System,
     rollout,
 )
 from rollweave_papers.results import Experiment, Row
+from rollweave_sim.cost import EngineCost
+from rollweave_sim.hardware import gpu, model
 
 FULL_PARTS, FULL_STEPS = 4, 3
 """Divisor of the cluster and steps of a full form: a quarter has 16 GPUs and 1,600
@@ -58,12 +63,12 @@ def study(
     and their scale for a note.
     """
     studies: list[tuple[str, str, Rollouts, str]] = []
-    for task, model in [("math", STUDIED)] if quick else cases:
+    for task, shape in [("math", STUDIED)] if quick else cases:
         parts, steps = (QUICK_PARTS, QUICK_STEPS) if quick else (FULL_PARTS, FULL_STEPS)
-        case = Case(task=task, model=model, system=OURS, parts=parts, steps=steps, tp=MODELS[model])
+        case = Case(task=task, model=shape, system=OURS, parts=parts, steps=steps, tp=MODELS[shape])
         runs = ways(case)
         scale = next(iter(runs.values())).describe()
-        studies.append((task, model, {name: rollout(run) for name, run in runs.items()}, scale))
+        studies.append((task, shape, {name: rollout(run) for name, run in runs.items()}, scale))
     return studies
 
 
@@ -75,6 +80,61 @@ def speeds(runs: Rollouts) -> str:
 def over(runs: Rollouts, name: str, *others: str) -> float:
     """Return the throughput of `name` over that of the best of the `others`."""
     return runs[name].tokens_per_s / max(runs[other].tokens_per_s for other in others)
+
+
+# Fig. 7.
+
+MACHINE = 8
+"""GPUs that are divided into workers of one size (Heddle Fig. 7)."""
+
+TYPICAL_CONTEXT = 8_000
+"""Tokens of each context. Our choice; Fig. 7 does not state them."""
+
+
+def fig7(quick: bool) -> list[Row]:
+    """Reproduce seconds of a token and throughput of one machine by the GPUs of a
+    worker, in closed form: the cost of a step.
+
+    The seconds are those of a batch of one, as the paper defines its base per-token
+    time (§2.2). Each worker has the trajectories of the baselines (§7.1); a row of ours
+    has as many for all workers together, however they are divided.
+    """
+    costs = {tp: EngineCost(gpu=gpu("h100"), model=model(STUDIED), tp=tp) for tp in DEGREES}
+
+    def step_s(tp: int, batch: int) -> float:
+        return costs[tp].decode_s(decode=batch, decode_context=batch * TYPICAL_CONTEXT, steps=1)
+
+    def rate(tp: int, batch: int) -> float:
+        return MACHINE // tp * batch / step_s(tp, batch)
+
+    alone = {tp: step_s(tp, 1) for tp in DEGREES}
+    rates = {tp: rate(tp, WORKER_BATCH) for tp in DEGREES}
+    divided = {tp: rate(tp, WORKER_BATCH * tp) for tp in DEGREES}
+    same = f"{STUDIED} on eight H100, contexts of {TYPICAL_CONTEXT:,} tokens; closed form"
+    rows = []
+    for before, after in itertools.pairwise(DEGREES):
+        sizes = f"{before} over {after} GPUs a worker"
+        rows += [
+            Row(
+                row=f"time of a token, {sizes}",
+                ours=alone[before] / alone[after],
+                note=f"{same}; {1e3 * alone[before]:.1f} and {1e3 * alone[after]:.1f} ms",
+            ),
+            Row(
+                row=f"throughput, {sizes}",
+                ours=rates[before] / rates[after],
+                note=f"{WORKER_BATCH} trajectories on each worker; {rates[before]:,.0f} and "
+                f"{rates[after]:,.0f} tokens/s",
+            ),
+            Row(
+                row=f"throughput of {MACHINE * WORKER_BATCH} trajectories, {sizes}",
+                ours=divided[before] / divided[after],
+                note=f"{divided[before]:,.0f} and {divided[after]:,.0f} tokens/s: a larger worker "
+                "reads its weights less often",
+                own=True,
+            ),
+        ]
+    return rows
 
 
 # Fig. 12.
@@ -95,7 +155,7 @@ def _summed(
     """Yield the maximum gain over the best baseline and the mean gain over each, of the
     runs called `name`.
     """
-    gains = {f"{task} {model}": over(runs, name, *BASELINES) for task, model, runs, _ in studies}
+    gains = {f"{task} {shape}": over(runs, name, *BASELINES) for task, shape, runs, _ in studies}
     bound = "; published: up to" if name == RULES else ""
     yield Row(
         row=f"{label} over the best baseline, maximum",
@@ -119,7 +179,7 @@ def fig12(quick: bool) -> list[Row]:
     """Reproduce rollout throughput over tasks and models."""
     studies = study(
         quick,
-        [(task, model) for task in TASKS for model in MODELS],
+        [(task, shape) for task in TASKS for shape in MODELS],
         lambda case: {
             **{name: case.but(system=system) for name, system in BASELINES.items()},
             "ours": case.but(adaptive=True),
@@ -130,7 +190,7 @@ def fig12(quick: bool) -> list[Row]:
         *_summed("Heddle", RULES, "longest first, the paper's placement and migration", studies),
         *_summed("ours", "ours", "longest first, our placement, migration by gain", studies),
     ]
-    for task, model, runs, scale in studies:
+    for task, shape, runs, scale in studies:
         fleet = f"GPUs of a worker, ours: {runs['ours'].fleet}"
         for label, name in (
             ("ours", "ours"),
@@ -143,7 +203,7 @@ def fig12(quick: bool) -> list[Row]:
             )
             rows.append(
                 Row(
-                    row=f"{task}, {model}: {label}, over the best baseline",
+                    row=f"{task}, {shape}: {label}, over the best baseline",
                     ours=over(runs, name, *BASELINES),
                     note=note,
                     own=True,
@@ -271,6 +331,7 @@ def fig16(quick: bool) -> list[Row]:
 
 
 EXPERIMENTS = [
+    Experiment("heddle-fig7", "Latency and throughput", "Heddle Fig. 7, §2.3", fig7),
     Experiment("heddle-fig12", "Rollout throughput", "Heddle Fig. 12, §7.1", fig12),
     heddle_prediction.EXPERIMENT,
     Experiment("heddle-fig14", "Schedulers", "Heddle Fig. 14, §7.2", fig14),

@@ -21,13 +21,16 @@ from rollweave_sim.cost import EngineCost, EngineCosts, TrainerCost
 from rollweave_sim.hardware import Link, ModelShape, gpu, link, model
 from rollweave_sim.hosts import NO_POOL
 from rollweave_sim.run import Outcome, SimMetrics, kv_used, simulate
+from rollweave_sim.training import ONE_PASS, Passes, passes_of
 from rollweave_sim.world import World
 
 PROMPTS, MEMBERS = 512, 16
 """Prompts of a batch and samples of a prompt (Laminar §8): 8,192 trajectories."""
 
 UPDATES = 16
-"""Mini-batch updates of an iteration (Laminar §8)."""
+"""Mini-batch updates of an iteration (Laminar §8). The passes are those of GRPO without
+a reference: none of the hyperparameters in App. A.3, Table 3, is a coefficient of it.
+"""
 
 CONTEXT = 2_048 + 16_384
 """Maximum tokens of a trajectory (Laminar §8)."""
@@ -135,21 +138,19 @@ class Repacking(Struct, frozen=True, kw_only=True):
 
 
 class Sliced(TrainerCost):
-    """The trainer of the complete cluster beside one of `share` parts of its engines.
-
-    `updates` are those of one training step.
+    """The trainer of the complete cluster, beside one of `share` parts of its
+    engines.
     """
 
-    def __init__(self, *, shape: ModelShape, gpus: int, share: int, updates: int) -> None:
-        super().__init__(gpu=gpu("h800"), model=shape, gpus=gpus, link=link("rdma"))
-        self._share, self._updates = share, updates
+    def __init__(
+        self, *, shape: ModelShape, gpus: int, share: int, passes: Passes = ONE_PASS
+    ) -> None:
+        super().__init__(gpu=gpu("h800"), model=shape, gpus=gpus, link=link("rdma"), passes=passes)
+        self._share = share
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """Count the tokens of all parts; every further update adds a step's cost
-        without tokens.
-        """
-        first_s = super().step_s(tokens=self._share * tokens, context=self._share * context)
-        return first_s + (self._updates - 1) * super().step_s(tokens=0, context=0)
+        """Count the tokens of all parts."""
+        return super().step_s(tokens=self._share * tokens, context=self._share * context)
 
     def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
         """Let the engines of the other parts pull at the same time."""
@@ -202,9 +203,7 @@ def measure(
         task, name, system, gpus, share=share, steps=warm + measured + after, placed=placed
     )
     shape = model(MODELS[name])
-    trainer = Sliced(
-        shape=shape, gpus=training, share=share, updates=1 if system == "stream" else UPDATES
-    )
+    trainer = Sliced(shape=shape, gpus=training, share=share, passes=passes_of(config))
     outcome = _simulate(config, trainer, shape, tp)
     seconds = sum(outcome.step_s[warm : warm + measured])
     tokens = share * sum(
@@ -274,6 +273,7 @@ def config_of(
         mode=MODES[system],
         alpha=ALPHA,
         slots=CONCURRENCY,
+        reference=False,
         without=_without(system, repack=repack),
         colocated=system == "verl",
         relayed=system == "Laminar",
@@ -338,7 +338,7 @@ class Part:
         shape, (training, _, tp) = model(MODELS[name]), placement(name, "Laminar", gpus)
         costs = (
             _engines(config, shape, tp),
-            trainer(shape=shape, gpus=training, share=share, updates=UPDATES),
+            trainer(shape=shape, gpus=training, share=share, passes=passes_of(config)),
         )
         self._metrics = SimMetrics()
         self.world = World(_fewer(config) if quick else config, observer=self._metrics, costs=costs)

@@ -13,6 +13,7 @@ from rollweave_papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sl
 from rollweave_papers.results import Row
 from rollweave_sim.cost import LINK_EFFICIENCY, EngineCost
 from rollweave_sim.hardware import GPUS_PER_MACHINE, gpu, link, model
+from rollweave_sim.training import passes_of
 from rollweave_sim.world import Costs
 
 RELAYS = 127
@@ -91,7 +92,7 @@ def broadcast(size: str, *, relays: int, lost: bool = False) -> tuple[float, flo
         relayed=True,
         without=("deltas",),
     )
-    trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=1, updates=UPDATES)
+    trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=1)
 
     def watched() -> tuple[Watched, float]:
         run = Watched(setup.config(steps=3), costs=_costs(size, GPUS_PER_MACHINE, trainer))
@@ -166,9 +167,7 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
     machines = GPUS // GPUS_PER_MACHINE
     run = _part(size, tp, quick=quick)
     at_once = best_chain_s(shape.weight_bytes, machines)
-    pulled = Sliced(shape=shape, gpus=GPUS, share=1, updates=UPDATES).load_s(
-        engines=GPUS // tp, tp=tp
-    )
+    pulled = Sliced(shape=shape, gpus=GPUS, share=1).load_s(engines=GPUS // tp, tp=tp)
     best, mean = min(run.waits_s), statistics.fmean(run.waits_s)
     simulated = (
         f"simulated part of the cluster (1/{PARTS}), {len(run.waits_s)} loads of engines with "
@@ -232,6 +231,7 @@ def _part(size: str, tp: int, *, quick: bool) -> Watched:
         tp=tp,
         mode="decoupled",
         slots=AT_ONCE,
+        reference=False,
         without=("deltas",),
         relayed=True,
     )
@@ -239,7 +239,9 @@ def _part(size: str, tp: int, *, quick: bool) -> Watched:
     config = config.model_copy(
         update={"trainer": config.trainer.model_copy(update={"minibatches": UPDATES})}
     )
-    trainer = Sliced(shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=PARTS, updates=UPDATES)
+    trainer = Sliced(
+        shape=model(f"qwen2.5-{size}"), gpus=GPUS, share=PARTS, passes=passes_of(config)
+    )
     run = Watched(config, costs=_costs(size, tp, trainer))
     run.finish()
     return run

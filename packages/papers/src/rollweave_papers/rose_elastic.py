@@ -33,6 +33,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "ROLL-GRPO": {"mode": "one_step"},
     "ROLL-DAPO": {
         "mode": "one_step",
+        "reference": False,
         "rollout": {"dynamic_sampling": True, "spare_groups": "learned"},
     },
     "AReaL": {"mode": "partial", "alpha": 1},

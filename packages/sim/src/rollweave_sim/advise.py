@@ -37,6 +37,7 @@ from rollweave_sim.candidates import (
 )
 from rollweave_sim.cost import EngineCost, TrainerCost
 from rollweave_sim.hardware import gpu, link, model
+from rollweave_sim.training import passes_of
 from rollweave_sim.trial import PARTS, Length, Result, Trial, together
 from rollweave_sim.workload import Plan, Workload
 from rollweave_sim.world import ONLY_SERVE, costs_of, section
@@ -272,7 +273,13 @@ class Splits:
         sim, chip, reason = section(self.base), gpu(pool.gpu), ""
         for count in range(1, pool.gpus + 1):
             try:
-                TrainerCost(gpu=chip, model=model(sim.model), gpus=count, link=link(sim.link))
+                TrainerCost(
+                    gpu=chip,
+                    model=model(sim.model),
+                    gpus=count,
+                    link=link(sim.link),
+                    passes=passes_of(self.base),
+                )
             except ConfigError as error:
                 reason = _rule(error)
                 continue

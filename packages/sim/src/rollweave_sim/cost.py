@@ -2,8 +2,11 @@
 training (`TrainerCost`).
 
 An engine step is a roofline: the longer of computation and memory reads, then the
-tensor-parallel all-reduces and a fixed overhead. While a batch only decodes, both sides
-grow linearly with the step's number, so that many steps have a closed form.
+tensor-parallel all-reduces, the stalls between kernels and a fixed overhead. The stalls
+are as long however the layers are divided among GPUs, so that smaller parts are
+computed less efficiently. While a batch only decodes, both sides grow linearly with the
+step's number, so that many steps have a closed form. The passes of a training step and
+the share of the peak that they reach are in `sim/training`.
 
 The share of the published hardware that software reaches is stated below, once, for
 every experiment; no share is fitted to a paper's result. InferSim is Alibaba's
@@ -17,6 +20,7 @@ from typing import Protocol
 from rollweave.core.policy.relay import CHUNK_BYTES
 from rollweave.schema.errors import FieldError
 from rollweave_sim.hardware import BF16, GPUS_PER_MACHINE, Gpu, Link, ModelShape, link
+from rollweave_sim.training import ONE_PASS, Passes, mfu
 
 ENGINE_COMPUTE = 0.85
 """Share of a GPU's reachable matmul speed that an engine's prefill keeps: SGLang with
@@ -31,7 +35,8 @@ for H20 and H800.
 
 LINK_EFFICIENCY = 0.8
 """Share of a published link's bandwidth that is reached, NVLink and RDMA alike:
-InferSim (`hardware/gpu.py`); taken for all links.
+InferSim (`hardware/gpu.py`); taken for all links. NCCL's all-reduce of large messages
+reaches 0.73 to 0.93 of NVLink on two to six H100 (nccl-collectives-bench).
 """
 
 MEMORY_FRACTION = 0.9
@@ -43,21 +48,25 @@ ACTIVATION_BYTES = 2e9
 """Bytes of each GPU for activations, workspaces and captured graphs. Assumption."""
 
 STEP_OVERHEAD_S = 1e-3
-"""Seconds of scheduling, sampling and launching one engine step. Assumption."""
+"""Seconds of scheduling and sampling in one engine step. Assumption."""
 
-ALLREDUCE_LATENCY_S = 1e-5
-"""Seconds of one all-reduce within a machine, however small: calculon's A100 system
-file (`networks[0].latency`).
+LAYER_KERNELS, KERNEL_STALL_S = 7, 5e-6
+"""Kernels of a layer, and the seconds for which the GPU does no useful work at the end
+of each: stragglers, launch (by a CUDA graph) and memory latencies, for Llama-3.2-1B on
+an H100 (Hazy Research, "Look Ma, No Bubbles!", 2025-05-27). InferSim's matrix products
+of 16 tokens on H20 (`bench_data/gemm/h20`) agree: a line through those of 4 to 20 MB of
+weights has 4.5 to 5.3 µs at 0 bytes.
+"""
+
+ALLREDUCE_S = 1.29e-5
+"""Seconds of one all-reduce within a machine, however small: NCCL on four H100, in a
+CUDA graph (waynehacking8/nccl-collectives-bench, `results/quiet/tp_latency.json`,
+2026). Taken for two and eight GPUs, too.
 """
 
 QUERY_TILE = 128
 """Queries that share one read of the KV in prefill: the row tile of FlashAttention-3
 for head dimension 128.
-"""
-
-TRAIN_MFU = 0.4
-"""Share of the peak that training reaches, all parallelism included: Llama 3 reports
-38-43 % on H100 (The Llama 3 Herd, Table 4).
 """
 
 FABRIC = link("rdma")
@@ -81,6 +90,13 @@ CHECKPOINT_BYTES = 14
 CHECKPOINT_BYTES_PER_S = 4e9
 """Bytes per second that each machine writes to, or reads from, one NVMe drive.
 Assumption.
+"""
+
+ENCODE_BYTES_PER_S, ENCODERS, APPLY_BYTES_PER_S = 1.4e9, 4, 1.8e9
+"""Bytes of weights per second in which one thread finds changes, the number of such
+threads (`weights/relay`), and those in which the thread of a relay applies changes:
+`rollweave bench delta` with SmolLM2-135M at 1e-6, beside other work on an AMD EPYC
+(2026-11-30, docs/results/delta.md).
 """
 
 SAVED_WEIGHT_BYTES = 4
@@ -190,9 +206,10 @@ class EngineCost:
         # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, in
         # one direction of NVLink; each layer has two.
         reduces = 2 * model.layers if tp > 1 else 0
+        stalls = model.layers * LAYER_KERNELS * KERNEL_STALL_S
         sent = 2 * (tp - 1) / tp * model.hidden * BF16
         self._reduce_token = reduces * sent / (gpu.nvlink_bytes_per_s / 2 * LINK_EFFICIENCY)
-        self._fixed = STEP_OVERHEAD_S + reduces * ALLREDUCE_LATENCY_S
+        self._fixed = STEP_OVERHEAD_S + stalls + reduces * ALLREDUCE_S
 
     def step_s(
         self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
@@ -307,9 +324,12 @@ class TrainerCosts(Protocol):
     """
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """Return the seconds of one optimizer step on `tokens` tokens whose attention
-        spans sum to `context`.
+        """Return the seconds of one step, with all its passes and updates, on `tokens`
+        tokens whose attention spans sum to `context`.
         """
+
+    def forward_s(self, *, tokens: int, context: int) -> float:
+        """Return the seconds of one forward pass over these tokens."""
 
     def publish_s(self) -> float:
         """Return the seconds until new weights can be fetched."""
@@ -322,6 +342,11 @@ class TrainerCosts(Protocol):
     def hop_s(self, *, share: float) -> float:
         """Return the seconds in which a relay receives `share` of the bytes of new
         weights from another machine's relay.
+        """
+
+    def delta_s(self) -> float:
+        """Return the minimum seconds in which a relay receives the changes to weights
+        that it has, however fast the link is.
         """
 
     def lag_s(self) -> float:
@@ -352,39 +377,53 @@ class TrainerCosts(Protocol):
 
 
 class TrainerCost:
-    """A trainer sharded over `gpus` GPUs, whose weights leave by `link`.
+    """A trainer sharded over `gpus` GPUs, which makes `passes` in a step, and whose
+    weights leave by `link`.
 
-    Raises FieldError where its state does not fit.
+    A reference has no state: its weights wait in the host's memory, and moving them
+    takes no time. Raises FieldError where the state does not fit.
     """
 
-    def __init__(self, *, gpu: Gpu, model: ModelShape, gpus: int, link: Link) -> None:
-        state = STATE_BYTES * model.parameters
+    def __init__(
+        self, *, gpu: Gpu, model: ModelShape, gpus: int, link: Link, passes: Passes = ONE_PASS
+    ) -> None:
+        state = passes.models * STATE_BYTES * model.parameters
         needed = math.ceil(state / (gpu.hbm_bytes * MEMORY_FRACTION))
         if gpus < needed:
             need = f"{state / 1e9:.0f} GB of training state"
             rule = f"be at least {needed} to train {model.name} on {gpu.name} ({need})"
             raise FieldError("gpus", rule, gpus)
         self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
+        self._passes = passes
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """Model one optimizer step with gradient reduction and weight update.
-
-        It has `tokens` tokens whose attention spans sum to `context`. Forward and
-        backward are three times the forward's FLOPs. Model-parallel communication is
-        inside TRAIN_MFU.
+        """Model the passes of a step, which all have the speed of training (see
+        `sim/training`), and its updates, each with a gradient reduction.
         """
+        passes = self._passes
+        computing = passes.units * self.forward_s(tokens=tokens, context=context)
+        return computing + passes.updates * passes.models * self._update_s()
+
+    def forward_s(self, *, tokens: int, context: int) -> float:
+        """Model a forward pass of which every token's log-prob is used.
+
+        Model-parallel communication is inside the share of the peak.
+        """
+        if not tokens:
+            return 0.0
         model = self._model
-        flops = (
-            6 * (model.layer_parameters + model.head_parameters) * tokens
-            + 3 * model.attention_flops * context
-        )
-        computing = flops / (self._gpus * self._gpu.bf16_flops * TRAIN_MFU)
-        update = (
-            OPTIMIZER_BYTES
-            * model.parameters
-            / (self._gpus * self._gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
-        )
-        return computing + self._reduce_s() + update
+        multiplied = model.layer_parameters + model.head_parameters
+        flops = 2 * multiplied * tokens + model.attention_flops * context
+        # a sequence of n tokens has n (n + 1) / 2 pairs; a long one weighs more
+        length = 2 * context / tokens - 1
+        reached = mfu(self._gpu, parameters=multiplied, length=length)
+        return flops / (self._gpus * self._gpu.bf16_flops * reached)
+
+    def _update_s(self) -> float:
+        """Model one step of the optimizer for one model."""
+        moved = OPTIMIZER_BYTES * self._model.parameters
+        moving = moved / (self._gpus * self._gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
+        return self._reduce_s() + moving
 
     def publish_s(self, *, over: Link | None = None) -> float:
         """Model each GPU sending its shard to one machine that forwards the weights
@@ -416,6 +455,13 @@ class TrainerCost:
         return FABRIC.latency_s + share * self._model.weight_bytes / _bytes_per_s(
             FABRIC, GPUS_PER_MACHINE
         )
+
+    def delta_s(self) -> float:
+        """Model the slower of finding and applying changes, which all read the whole
+        weights.
+        """
+        slower = min(ENCODERS * ENCODE_BYTES_PER_S, APPLY_BYTES_PER_S)
+        return self._model.weight_bytes / slower
 
     def lag_s(self) -> float:
         """Use a chunk of Laminar's (§7)."""

@@ -7,7 +7,8 @@ turn. Between two events the composition of a step is fixed, so a *run* of steps
 planned at once: every decoding turn gains a token a step, a heap of last steps gives
 the end of the run, and the cost model gives its seconds in closed form. A run ends
 where a turn finishes, a prompt is computed or its chunk changes, or KV runs out; a call
-in the middle of a step takes effect at the end of that step, as in a real engine.
+in the middle of a step takes effect at the end of that step, as in a real engine. With
+noise, the steps of a run are together longer or shorter than the cost model says.
 
 Invariants: `_at` is a step's end, and all state is as of then; of the current run,
 `_left` steps remain, and the last ends at `_end`. The engine has no clock: `now` never
@@ -22,6 +23,7 @@ from rollweave.schema.serving import PROGRESS_S
 from rollweave_sim.batch import Batch
 from rollweave_sim.cost import EngineCosts
 from rollweave_sim.kv import KvCounts, Request, Turn
+from rollweave_sim.noise import Noise
 
 
 class Done(Struct, frozen=True, kw_only=True):
@@ -54,9 +56,10 @@ class SimEngine:
         block_tokens: int,
         prefix_cache: bool,
         kv_tokens: int | None = None,
+        noise: Noise | None = None,
     ) -> None:
         """`kv_tokens` is the size of the KV cache in tokens; if unset, the cost model's
-        limit.
+        limit. Without `noise`, steps take what the cost model says.
         """
         if min(slots, chunk_tokens, block_tokens) < 1:
             raise ValueError(
@@ -75,7 +78,9 @@ class SimEngine:
         self._batch = Batch(kv, slots=slots)
         self._live: dict[str, Turn] = {}
         self._arrivals = 0
-        # The current run of steps.
+        self._noise = noise
+        # The current run of steps, which take `_pace` times what they cost.
+        self._pace = 1.0
         self._at = 0.0
         self._left = 0
         self._end = 0.0
@@ -176,7 +181,7 @@ class SimEngine:
         if self._left and batch.decoding:
             context = batch.context + steps * batch.decoding
             step_s = self.cost.decode_s(decode=batch.decoding, decode_context=context, steps=1)
-            unreported = math.ceil(now % PROGRESS_S / step_s)
+            unreported = math.ceil(now % PROGRESS_S / (self._pace * step_s))
         return {
             key: max(0, self._sampled(turn, steps) - (unreported if turn.decoding else 0))
             for key, turn in self._live.items()
@@ -272,6 +277,11 @@ class SimEngine:
                 return None
             self._plan()
         return self._step_end(self._steps_by(now) + 1)
+
+    @property
+    def next_work(self) -> tuple[int, int]:
+        """Return the prompt tokens and the decoding sequences of the planned step."""
+        return sum(count for _, count in self._chunk), self._batch.decoding
 
     def cut_by(self, now: float, limit: float) -> float:
         """End the current run with the last step that ends by `limit`, but not before
@@ -371,9 +381,18 @@ class SimEngine:
             return self._end
         if self._bounds:
             return self._bounds[step - 1]
-        return self._at + self.cost.decode_s(
-            decode=self._batch.decoding, decode_context=self._batch.context, steps=step
+        return self._at + self._decode_s(step)
+
+    def _decode_s(self, steps: int) -> float:
+        """Return the seconds of the next `steps` steps of a run that only decodes."""
+        batch = self._batch
+        return self._pace * self.cost.decode_s(
+            decode=batch.decoding, decode_context=batch.context, steps=steps
         )
+
+    def _draw_pace(self) -> None:
+        """Draw the noise of the run of `_left` steps."""
+        self._pace = self._noise.factor(self._left) if self._noise is not None else 1.0
 
     def _step_of(self, now: float) -> int:
         """Return the number of the first remaining step that ends at or after `now`."""
@@ -464,9 +483,8 @@ class SimEngine:
             self._plan_prefill()
         else:
             self._left = batch.steps(None)
-            self._end = self._at + self.cost.decode_s(
-                decode=batch.decoding, decode_context=batch.context, steps=self._left
-            )
+            self._draw_pace()
+            self._end = self._at + self._decode_s(self._left)
 
     def _plan_prefill(self) -> None:
         """Plan the steps in which the first prompt takes the entire chunk; one step
@@ -480,11 +498,12 @@ class SimEngine:
             else (first.length - first.computed) // count
         )
         self._left = batch.steps(limit)
+        self._draw_pace()
         tokens = sum(count for _, count in self._chunk)
         spans = sum(count * turn.computed + count * (count + 1) // 2 for turn, count in self._chunk)
         end = self._at
         for step in range(self._left):
-            end += self.cost.step_s(
+            end += self._pace * self.cost.step_s(
                 prefill_tokens=tokens,
                 prefill_context=spans + step * count * tokens,
                 decode=batch.decoding,

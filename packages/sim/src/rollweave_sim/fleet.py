@@ -22,6 +22,7 @@ from rollweave_sim.engine import Done, SimEngine
 from rollweave_sim.hardware import GPUS_PER_MACHINE
 from rollweave_sim.kv import Request
 from rollweave_sim.lending import Lending, LentEngine
+from rollweave_sim.noise import Noise
 from rollweave_sim.relays import SimRelays
 
 RESTART_S = 60.0
@@ -82,8 +83,11 @@ class SimFleet:
         settings: Callable[[int], EngineConfig],
         prefix_cache: bool,
         trace: Trace | None,
+        noise: Callable[[str], Noise] | None = None,
         lending: Lending | None = None,
     ) -> None:
+        """`noise` makes that of an engine's steps from its name."""
+        self._noise = noise
         self._clock, self._post, self._costs, self._trainer, self._settings = (
             clock,
             post,
@@ -403,6 +407,7 @@ class SimFleet:
             block_tokens=BLOCK_TOKENS,
             prefix_cache=cached,
             kv_tokens=room,
+            noise=self._noise(f"{node.id}/{node.epoch}") if self._noise is not None else None,
         )
         return engine if lending is None else lending.lend(node.lender, engine)
 

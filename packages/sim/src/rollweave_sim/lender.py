@@ -4,10 +4,12 @@ them computes at a time (ROSE §4.1).
 The serving model computes whole prompts and, for all its answers at once, one token a
 step. The rollout model is a `SimEngine` on a second clock, which stands still while the
 device serves. Whenever the device is free, rollouts compute if serving then still meets
-its limits; a step is never interrupted. KV memory is counted in bytes: what rollouts
-may hold is fixed when a step of the run begins, by what serving has used since the last
-one and a headroom; it is halved when serving reaches into the headroom, and stays so
-until the next step.
+its limits; a step is never interrupted. Admission knows steps by the profiles of both
+models and by what measured steps have corrected, and not what the next step will take,
+which is noisy (`sim/noise`) and depends on the contexts. KV memory is counted in bytes:
+what rollouts may hold is fixed when a step of the run begins, by what serving has used
+since the last one and a headroom; it is halved when serving reaches into the headroom,
+and stays so until the next step.
 
 Invariants: the device computes one step at a time; the clock of the rollouts never runs
 faster than the wall's; a turn that is given back has no answer.
@@ -32,6 +34,7 @@ from rollweave.core.policy.admission import (
 from rollweave.core.policy.kv_budget import HEADROOM, LEASE_S, KvBudget
 from rollweave_sim.cost import EngineCosts
 from rollweave_sim.engine import Done, SimEngine
+from rollweave_sim.noise import Noise
 from rollweave_sim.traffic import Memory, profiled
 
 PAGE_BYTES = 2 << 20
@@ -84,6 +87,7 @@ class Lender:
         ttft: bool = True,
         tpot: bool = True,
         lease_s: float = LEASE_S,
+        noise: Noise | None = None,
     ) -> None:
         self.name, self.phase = name, phase
         self.on_first: Callable[[Served, float], None] = lambda request, now: None
@@ -95,6 +99,8 @@ class Lender:
         self._cost, self._limits, self._memory = cost, limits, memory
         self._ttft, self._tpot, self._lease_s = ttft, tpot, lease_s
         self._profile, self._corrections = profiled(cost), Corrections()
+        self._rollouts = self._profile  # that of their model, once they have an engine
+        self._noise = noise
         self._pages = KvBudget(
             max(1, int(memory.kv // PAGE_BYTES)),
             headroom=min(1.0, HEADROOM * memory.total / memory.kv),
@@ -113,6 +119,8 @@ class Lender:
         self._until = math.inf  # end of what it computes
         self._began = 0.0
         self._run = 0  # steps in which answers grow, without a choice in between
+        self._pace = 1.0  # seconds of what serving computes over what it costs
+        self._step: tuple[StepKind, float, float] | None = None  # of rollouts: profiled, measured
         self._computes = ""  # prompt, tokens, rollouts or a subclass's own; "" if idle
         self._last = ""
         # The rollouts' clock: `_tau` at `_wall`, which runs while they compute.
@@ -227,6 +235,7 @@ class Lender:
         """Begin to lend, to an engine of the run that has just started."""
         self.advance_to(now)
         self.engine, self._tau, self._wall, self._progress_at = engine, 0.0, now, now
+        self._rollouts = profiled(engine.cost)
         self._marks.clear()
         self.begin_step(now)
 
@@ -376,6 +385,10 @@ class Lender:
         elif computed == "rollouts":
             assert self.engine is not None, "rollouts compute while the engine lends"
             self._tau, self._wall, self._progress_at = self._target, at, at
+            if self._step is not None:
+                kind, profiled_s, seconds = self._step
+                self._corrections.measured(kind, profiled_s=profiled_s, seconds=seconds)
+                self._step = None
             self._mark(at)
             for done in self.engine.advance(self._tau):
                 self._done.append(_at(done, at))
@@ -398,7 +411,8 @@ class Lender:
             self._expire(now)
             end = self.engine.first_end(self._tau)
             rollouts = end is not None
-            if end is not None and self._may_run(now, end - self._tau, serves):
+            if end is not None and self._may_run(now, self._expected_s(), serves):
+                self._step = (*self._profiled(), end - self._tau)
                 limit = self._tau + max(end - self._tau, self._span(now, serves))
                 end = self.engine.cut_by(self._tau, limit)
                 self._computes, self._target, self._wall = "rollouts", end, now
@@ -407,11 +421,12 @@ class Lender:
             if end is None:
                 self._progress_at = now
         if self._prompts:
-            request = self._prompts[0]
-            seconds = self._prompt_s(request)
+            self._draw_pace(1)
+            seconds = self._prompt_s(self._prompts[0])
             self._computes = "prompt"
         elif self._ends:
             self._run = 1 if rollouts else self._ends[0][0] - self._steps
+            self._draw_pace(self._run)
             seconds = self._tokens_s(self._run)
             self._computes = "tokens"
         else:
@@ -422,8 +437,25 @@ class Lender:
         """Return whether the device does something else than to compute a step."""
         return False
 
+    def _profiled(self) -> tuple[StepKind, float]:
+        """Return the kind of the planned rollout step, and its profiled seconds."""
+        assert self.engine is not None, "it lends"
+        prompt, decode = self.engine.next_work
+        kind = StepKind.ROLLOUT_PREFILL if prompt else StepKind.ROLLOUT_DECODE
+        profile = self._rollouts
+        return kind, profile.chunked.seconds(prompt) + profile.decode.seconds(decode)
+
+    def _expected_s(self) -> float:
+        """Return the expected seconds of the planned rollout step."""
+        kind, profiled_s = self._profiled()
+        return self._corrections.factor(kind) * profiled_s
+
+    def _draw_pace(self, steps: int) -> None:
+        """Draw the noise of what serving computes next."""
+        self._pace = self._noise.factor(steps) if self._noise is not None else 1.0
+
     def _may_run(self, now: float, seconds: float, serves: bool) -> bool:
-        """Return whether a rollout step of `seconds` may start now."""
+        """Return whether a rollout step of `seconds`, as expected, may start now."""
         return not serves or seconds <= self._slack(now)
 
     def _span(self, now: float, serves: bool) -> float:
@@ -472,7 +504,7 @@ class Lender:
 
     def _prompt_s(self, request: Served) -> float:
         tokens = request.prompt_tokens
-        return self._cost.step_s(
+        return self._pace * self._cost.step_s(
             prefill_tokens=tokens,
             prefill_context=tokens * (tokens + 1) // 2,
             decode=0,
@@ -480,7 +512,7 @@ class Lender:
         )
 
     def _tokens_s(self, steps: int = 1) -> float:
-        return self._cost.decode_s(
+        return self._pace * self._cost.decode_s(
             decode=len(self._ends), decode_context=self._context, steps=steps
         )
 

@@ -27,9 +27,10 @@ SILENT_S = 5.0
 RESTART_S = 5.0
 """Seconds until a restarted relay listens. Assumption: the start of a small process."""
 
-DELTA_SHARE = 108e6 / 14e9
-"""Bytes of a delta per byte of weights: PULSE's 108 MB for a 7B model's 14 GB, about 1
-% of whose elements have changed.
+DELTA_SHARE = 0.0039
+"""Bytes of a delta per byte of weights: `rollweave bench delta` with SmolLM2-135M,
+whose weights were trained at a rate of 1e-6, so that 0.44 % of them change in a step
+(2026-11-30, docs/results/delta.md). PULSE has 0.0077 for a 7B model.
 """
 
 
@@ -245,8 +246,11 @@ class SimRelays:
         """
         if command.source is None:
             return 0.0
-        share = 1.0 if command.base_id is None else DELTA_SHARE
-        return self._cost.hop_s(share=share) * self._slower(node, command.source)
+        slower = self._slower(node, command.source)
+        if command.base_id is None:
+            return self._cost.hop_s(share=1.0) * slower
+        # changes are found, sent and applied piece by piece
+        return max(self._cost.hop_s(share=DELTA_SHARE) * slower, self._cost.delta_s())
 
     def _slower(self, node: Node, source: str) -> float:
         """Return how many times as long weights travel to this relay as within a

@@ -261,6 +261,13 @@ class MeasuredTrainer:
         """
         return self.constant + self.per_token * tokens
 
+    def forward_s(self, *, tokens: int, context: int) -> float:
+        """A forward pass was not recorded separately: a third of a step, as the
+        backward pass has twice its FLOPs. The update is counted in, which
+        overestimates.
+        """
+        return self.step_s(tokens=tokens, context=context) / 3
+
     def publish_s(self) -> float:
         return self._publish_s
 
@@ -272,6 +279,10 @@ class MeasuredTrainer:
     def hop_s(self, *, share: float) -> float:
         """Relays were not recorded separately: a hop takes as long as a full load."""
         return share * self._load_s
+
+    def delta_s(self) -> float:
+        """Finding and applying changes is part of a recorded load."""
+        return 0.0
 
     def lag_s(self) -> float:
         return 0.0

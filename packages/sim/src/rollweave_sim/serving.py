@@ -25,6 +25,7 @@ from rollweave_sim.hardware import Gpu, ModelShape, gpu, model
 from rollweave_sim.hosts import NO_POOL, gpu_of
 from rollweave_sim.lender import ACTIVATION_S, Lender, Served
 from rollweave_sim.lending import Latencies, Lending, LentEngine
+from rollweave_sim.noise import Noise
 from rollweave_sim.traffic import Arrival, Memory, drawn, recorded
 
 OWN = ("cooperative", "ttft", "tpot")
@@ -75,6 +76,7 @@ class ServingCluster(Lending):
                 ttft=serving.sharing != "tpot",
                 tpot=serving.sharing != "ttft",
                 lease_s=serving.lease_s,
+                noise=Noise(f"{config.run.seed}/serving/{name}"),
             )
             lender.on_first, lender.on_last = self._first(lender), self._last
             lender.on_returned = self._returner(lender.name)

@@ -22,11 +22,6 @@ RESTART_S = 120.0
 reading of the shards.
 """
 
-FORWARD_SHARE = 1 / 3
-"""Share of a step's seconds in its forward pass: the backward pass has twice its FLOPs.
-The update is counted in, which overestimates.
-"""
-
 RATIO_SIGMA = 0.05
 """Spread of the logarithm of a group's ratio per version of age, plus one for the
 engine's arithmetic. Assumption.
@@ -84,7 +79,7 @@ class SimTrainer:
         self._begin(e.TrainerReady(epoch=command.epoch, step=step or 0, note=note), RESTART_S)
 
     def train(self, command: c.TrainStep) -> None:
-        seconds = self._step_s(command.groups)
+        seconds = self._cost.step_s(**self._amounts(command.groups))
         self.trained(command, seconds)
         done = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
         self._do(
@@ -102,18 +97,20 @@ class SimTrainer:
         done = e.GroupsMeasured(
             epoch=self.epoch, step=command.step, part=command.part, groups=groups
         )
-        seconds = FORWARD_SHARE * self._step_s(command.groups)
+        seconds = self._cost.forward_s(**self._amounts(command.groups))
         self._do(
             f"measure {command.step}.{command.part}", seconds, self._refused(command.step) or done
         )
 
-    def _step_s(self, groups: tuple[c.GroupRef, ...]) -> float:
+    def _amounts(self, groups: tuple[c.GroupRef, ...]) -> dict[str, int]:
+        """Return the tokens of these groups and their attention spans, as the cost
+        model names them.
+        """
         lengths = [
             self._scored[member].tokens for group in groups for member in group.trajectory_ids
         ]
-        return self._cost.step_s(
-            tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths)
-        )
+        spans = (length * (length + 1) // 2 for length in lengths)
+        return {"tokens": sum(lengths), "context": sum(spans)}
 
     def _measures(self, group: c.GroupRef, step: int) -> Measures:
         age = max(abs(step - self._scored[member].initiated) for member in group.trajectory_ids)

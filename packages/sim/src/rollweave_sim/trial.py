@@ -168,9 +168,9 @@ FASTER = 0.5
 
 PARTS: Mapping[str, Sequence[str]] = {
     "engines": ("step_s", "decode_s", "move_s"),
-    "trainer": ("step_s",),
+    "trainer": ("step_s", "forward_s"),
     "environment": (),
-    "weights": ("publish_s", "load_s", "hop_s", "lag_s", "beside_s", "swap_s"),
+    "weights": ("publish_s", "load_s", "hop_s", "delta_s", "lag_s", "beside_s", "swap_s"),
 }
 """The parts of a run (environments with rewards are one), each with the methods of the
 costs that return its seconds.

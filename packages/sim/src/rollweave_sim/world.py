@@ -32,11 +32,13 @@ from rollweave_sim.fleet import SimFleet
 from rollweave_sim.hardware import ModelShape, gpu, link, model
 from rollweave_sim.hosts import NO_POOL, SimHosts, degrees_of, gpu_of
 from rollweave_sim.lending import Lending
+from rollweave_sim.noise import Noise
 from rollweave_sim.profile import ProfileCost
 from rollweave_sim.relays import SimRelays
 from rollweave_sim.rollouts import Rollouts
 from rollweave_sim.serving import lending_of
 from rollweave_sim.trainer import SimTrainer
+from rollweave_sim.training import passes_of
 from rollweave_sim.workers import Judges, SimWorkers
 from rollweave_sim.workload import Workload, workload
 
@@ -115,6 +117,7 @@ class World:
             settings=config.engines.__getitem__,
             prefix_cache="prefix_cache" not in config.ablation.without,
             trace=trace,
+            noise=lambda name: Noise(f"{config.run.seed}/{name}"),
             lending=self.lending,
         )
         self.rollouts = Rollouts(
@@ -348,6 +351,7 @@ def costs_of(config: RunConfig) -> Costs:
             model=shape,
             gpus=config.trainer.ranks,
             link=link(sim.link),
+            passes=passes_of(config),
         )
     return engines, trainer
 
