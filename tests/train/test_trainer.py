@@ -184,8 +184,9 @@ def test_a_batch_of_dropped_trajectories_changes_nothing(model_dir: Path, tmp_pa
 
 
 def test_trains_parts_as_they_arrive(model_dir: Path, tmp_path: Path) -> None:
-    trainer = new_trainer(model_dir, tmp_path)
-    trained(trainer, make_batch(0, part=0, parts=2))
+    config = make_config(trainer={"minibatches": 2})
+    trainer = new_trainer(model_dir, tmp_path, config)
+    assert trained(trainer, make_batch(0, part=0, parts=2))["updates"] == 1, "not divided again"
     assert trainer.step == 0
     half = trainer.handle(training.Save(path=str(tmp_path / "c")))
     assert isinstance(half, training.SaveFailed)

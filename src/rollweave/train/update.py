@@ -161,9 +161,11 @@ class Update:
         lr = learning_rate(trainer, step=batch.step, steps=self._config.run.steps)
         set_learning_rate(self._optimizer, lr)
         self._compute_fixed_logprobs()
+        # a part of a streamed step is a minibatch already
+        parts = trainer.minibatches if batch.parts == 1 else 1
         for epoch in range(trainer.epochs):
             seed = f"{self._config.run.seed}/{batch.step}/{batch.part}/{epoch}"
-            for chosen in minibatches(self._rows, parts=trainer.minibatches, seed=seed):
+            for chosen in minibatches(self._rows, parts=parts, seed=seed):
                 self._minibatch(chosen)
         return self._metrics() | {"lr": lr}
 
