@@ -195,3 +195,13 @@ def test_a_simulated_engine_measures_itself_as_a_live_one() -> None:
     assert [row[:2] for row in found[2:]] == [(1, context) for context in contexts[1:]]
     wide = fleet._profile(cast(Any, Priced()), 6, 10**9)
     assert sorted({time.batch for time in wide}) == [1, 2, 4, 6]
+
+
+def test_servers_never_take_turns_with_the_trainer() -> None:
+    """Their memory stays theirs, so that a run refuses this."""
+    made = table("engines.kind=vllm")
+    assert made.everything
+    assert not any(one.split.colocated for one in made.everything)
+    assert any("engines.kind vllm keeps its memory" in text for text in made.left_out)
+    for one in made.everything:
+        made.arranged(one)

@@ -257,7 +257,13 @@ class Splits:
             if fewest:
                 least[name] = fewest
         gpus = {name: pool.gpus for name, pool in self.pools.items()}
-        runnable = candidates(splits(gpus, degrees, least), pacings_of(self.base))
+        choices = splits(gpus, degrees, least)
+        if (server := self.base.engines[0].server) is not None:
+            choices = [one for one in choices if not one.colocated]
+            self.left_out.append(
+                f"engines and trainer in turn: engines.kind {server} keeps its memory"
+            )
+        runnable = candidates(choices, pacings_of(self.base))
         if not runnable:
             given = " and ".join(f"{pool.gpus} {pool.gpu}" for pool in self.pools.values())
             raise ConfigError(
