@@ -11,8 +11,8 @@ import msgspec
 
 from benchmarks.harness import ROOT, environment
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
-from rollweave.engine.servers.process import installed_version
 from rollweave.io.child import log_tail, status_text
+from rollweave.io.interpreters import installed_version
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 VARIABLE = "ROLLWEAVE_TRL_PYTHON"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from packages.servers.tests.sglang_package import sglang_python
 from rollweave.cli.main import app
 from rollweave.core.core import Core
 from rollweave.envs.base import Split, split_of
@@ -37,7 +38,6 @@ from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
 from tests.support.architectures import build
 from tests.support.chats import TEMPLATES
-from tests.support.sglang import sglang_python
 
 CONFIG = """
 [run]

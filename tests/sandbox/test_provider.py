@@ -14,7 +14,6 @@ from rollweave.envs.handlers.program import Program
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.io.extras import USER_CODE_REFUSED, USER_CODE_VARIABLE
 from rollweave.runtime.preflight.checks import Status
-from rollweave.sandbox import provider as module
 from rollweave.sandbox.base import SandboxSpec
 from rollweave.sandbox.provider import GROUP, provider
 from rollweave.schema.errors import ConfigError
@@ -39,7 +38,7 @@ def announce(monkeypatch: pytest.MonkeyPatch) -> Iterator[Announce]:
                 if backend == name
             ]
 
-        monkeypatch.setattr(module, "entry_points", entry_points)
+        monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
         provider.cache_clear()
 
     yield announced

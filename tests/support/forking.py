@@ -67,7 +67,7 @@ IMPORTED_LATER = {
     "rollweave.runtime.entrypoints.engine": ENGINE,
     "rollweave.runtime.entrypoints.predictor": ("rollweave.train.regressors",),
     "rollweave.runtime.entrypoints.trainer": TRAINER,
-    "tests.support.vllm_server": ENGINE,
+    "packages.servers.tests.vllm_server": ENGINE,
 }
 """Modules that a module imports before it is ready, but not at its top."""
 

@@ -32,7 +32,7 @@ BENCHES = {
     "modes": "benchmarks.variants:bench_variants",
     "losses": "benchmarks.variants:bench_variants",
     "lora": "benchmarks.variants:bench_variants",
-    "vllm": "benchmarks.vllm.bench:bench_vllm",
+    "vllm": "packages.servers.benchmarks.bench:bench_vllm",
     "trl": "benchmarks.trl.bench:bench_trl",
     "sim": "packages.sim.benchmarks.bench:bench_sim",
     "faults": "packages.sim.benchmarks.faults:bench_faults",

@@ -155,7 +155,7 @@ def train(
     if hosts is not None and not dry_run:
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
-    dryrun.check_directory(config, resume=resume, fresh=fresh)
+    dryrun.check_first(config, resume=resume, fresh=fresh)
     config = with_model(config, weights=not dry_run)
     planned = dryrun.plan(
         config,

@@ -4,7 +4,7 @@ import math
 
 from msgspec.structs import replace
 
-from rollweave.engine.servers.kinds import kind_of
+from rollweave.engine.server_kinds import kind_of
 from rollweave.io.machine import computed_dtype
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig

@@ -38,6 +38,7 @@ DISTRIBUTIONS = {
     "rollweave-envs": "packages/envs",
     "rollweave-papers": "packages/papers",
     "rollweave-sandbox": "packages/sandbox",
+    "rollweave-servers": "packages/servers",
     "rollweave-service": "packages/service",
     "rollweave-sim": "packages/sim",
 }
@@ -116,6 +117,30 @@ def without_distribution(what: str, name: str) -> ConfigError:
         f"{what} needs the package {name}, which is not installed "
         f"({how_to_install_distribution(name)})"
     )
+
+
+def announced(group: str, *names: str, field: str, distribution: str, needing: str = "") -> Any:
+    """Return what a distribution announces by an entry point of `group`, for the first
+    of `names` that any announces. Errors name it after `field`. `needing` is what needs
+    `distribution`, that of this repository, if not the field.
+
+    Raises ConfigError if no distribution announces one of the names, if two announce
+    the same, or if this host does not run the user's code and another distribution than
+    this repository's announces it.
+    """
+    for name in names:
+        if found := [*importlib.metadata.entry_points(group=group, name=name)]:
+            break
+    else:
+        raise without_distribution(needing or f"{field} {names[0]}", distribution)
+    origins = sorted("" if entry.dist is None else entry.dist.name for entry in found)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{field} {name} must be announced by one package, got {' and '.join(origins)}"
+        )
+    if origins != [distribution] and not user_code_is_allowed():
+        raise ConfigError(f"{field} {USER_CODE_RULE}, got {name!r}")
+    return found[0].load()
 
 
 def command(name: str, shown: str = "") -> Any:

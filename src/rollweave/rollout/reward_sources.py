@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.engine.servers.attached import optional_token
 from rollweave.envs.base import payload_of
 from rollweave.envs.boundary import LARGEST_REWARD, checked_score, reward_from
 from rollweave.envs.registry import load
 from rollweave.envs.threads import EnvThreads
+from rollweave.io.http.guard import optional_token
 from rollweave.rollout.chat.replies import openai_message
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.http_service import TRAJECTORIES, HttpService, ServiceError

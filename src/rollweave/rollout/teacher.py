@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.engine.servers.attached import optional_token
+from rollweave.io.http.guard import optional_token
 from rollweave.io.loop_thread import run_apart
 from rollweave.rollout.http_service import HttpService, RefusedError, ServiceError
 from rollweave.schema.config.training import TeacherConfig

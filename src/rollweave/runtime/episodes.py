@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from rollweave.engine.servers.kinds import kind_of
+from rollweave.engine.server_kinds import kind_of
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.tasks import TaskSource

@@ -5,6 +5,7 @@ Only this module decides what runs in which process, with which share of its hos
 """
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from rollweave.core.policy.places import most_rolled_out
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
-from rollweave.engine.servers.attached import ENGINE_TOKEN, holder_name, server_token
+from rollweave.engine.server_kinds import ENGINE_TOKEN
 from rollweave.io.child import Spawn
+from rollweave.io.http.guard import server_token
 from rollweave.record.rundir import RunDir, run_id
 from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
 from rollweave.runtime.recover import model_dir
@@ -257,7 +259,7 @@ def _server_spec(
         attached = {
             "addresses": group.address,
             "token": server_token(ENGINE_TOKEN),
-            "holder": holder_name(run.path),
+            "holder": f"{socket.gethostname()}:{run.path.absolute()}",
             "context": config.max_tokens,
         }
     return ServerSpec(

@@ -10,13 +10,11 @@ leads to a `Provider`.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol, cast
 
-from rollweave.io.extras import USER_CODE_RULE, user_code_is_allowed, without_distribution
+from rollweave.io.extras import announced
 from rollweave.sandbox.base import Backend
-from rollweave.schema.errors import ConfigError
 from rollweave.schema.images import GrantImage, ImageReport, ImageWait
 
 GROUP = "rollweave.sandboxes"
@@ -148,23 +146,12 @@ def provider(backend: str | None = None) -> Provider:
     or if this host does not run the user's code and another distribution than this
     repository's announces the back end.
     """
-    name = backend or DEFAULT
-    found = _announced(name) or _announced(DEFAULT)
-    if not found:
-        raise without_distribution("a sandbox", DISTRIBUTION)
-    if len(found) > 1:
-        raise ConfigError(
-            f"sandbox back end {name} must be announced by one package, got "
-            f"{' and '.join(sorted(map(_distribution_of, found)))}"
-        )
-    if _distribution_of(found[0]) != DISTRIBUTION and not user_code_is_allowed():
-        raise ConfigError(f"sandbox back end {USER_CODE_RULE}, got {name!r}")
-    return cast(Provider, found[0].load())
-
-
-def _announced(name: str) -> list[EntryPoint]:
-    return [*entry_points(group=GROUP, name=name)]
-
-
-def _distribution_of(entry: EntryPoint) -> str:
-    return "" if entry.dist is None else entry.dist.name
+    found = announced(
+        GROUP,
+        backend or DEFAULT,
+        DEFAULT,
+        field="sandbox back end",
+        distribution=DISTRIBUTION,
+        needing="a sandbox",
+    )
+    return cast(Provider, found)

@@ -24,7 +24,9 @@ from rollweave.io.http.guard import (
     given_token,
     kept_token,
     networks_of,
+    optional_token,
     read_token,
+    server_token,
 )
 from rollweave.io.http.listening import Access, listening
 from rollweave.schema.errors import ConfigError
@@ -237,6 +239,16 @@ def test_no_token_is_allowed_on_the_loopback_alone(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ConfigError, match="--no-token"):
             given_token(variable, no_token=True, host=host, named="x")
+
+
+def test_the_token_of_another_server_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SESAME", "open\n")
+    assert server_token("SESAME") == optional_token("SESAME") == "open"
+    assert optional_token("UNSET_SESAME") == ""
+    with pytest.raises(ConfigError, match="UNSET_SESAME must be set in the environment"):
+        server_token("UNSET_SESAME")
 
 
 # Networks without a token.

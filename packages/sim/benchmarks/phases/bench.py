@@ -27,7 +27,7 @@ from packages.sim.benchmarks.scheduling.rollouts import (
     read_rollouts,
     read_samples,
 )
-from rollweave.engine.servers.vllm import VllmKind
+from rollweave.engine.server_kinds import kind_of
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
@@ -192,7 +192,7 @@ def _why_no_vllm(*, quick: bool) -> str | None:
     if (python := interpreter()) is None:
         return MISSING
     try:
-        VllmKind().version(python, moves_kv=True)
+        kind_of("vllm").version(python, moves_kv=True)
     except ConfigError as error:
         return f"{python} {error}"
     return None

@@ -277,6 +277,22 @@ def given_token(variable: str | None, *, no_token: bool, host: str, named: str) 
     return token
 
 
+def server_token(variable: str) -> str:
+    """Return the token that the environment holds. Raises ConfigError."""
+    token = os.environ.get(variable, "").strip()
+    if not token or not (token.isascii() and token.isprintable()):
+        # no FieldError: the variable is no field of a section
+        raise ConfigError(f"{variable} must be set in the environment, to printable ASCII")
+    return token
+
+
+def optional_token(variable: str) -> str:
+    """Return the token that the environment holds, or "" without one. Raises
+    ConfigError.
+    """
+    return server_token(variable) if os.environ.get(variable) else ""
+
+
 def kept_token(path: Path) -> str:
     """Return the token in the file `path`. A missing file is created with a new token,
     readable by its owner alone (mode 600).

@@ -5,11 +5,11 @@ rollweave.runtime.entrypoints.server_engine`, started by `engine/clients/client.
 import asyncio
 import os
 
-from rollweave.engine.servers.engine import ServerEngine
-from rollweave.engine.servers.kinds import kind_of
+from rollweave.engine.server_kinds import kind_of
 from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.serving import EngineCommand, EngineFatal, EngineReply, EngineSpec
 
 
 def main() -> None:
@@ -31,7 +31,10 @@ async def _serve(parent: Parent, spec: EngineSpec) -> None:
 
     parent.listen(receive)
     assert spec.server is not None, "an engine without a server"
-    await ServerEngine(kind_of(spec.server.kind), spec, send).run(commands)
+    try:
+        await kind_of(spec.server.kind).serve(spec, commands, send)
+    except ConfigError as error:  # this host may lack the kind's package
+        send(EngineFatal(error=str(error)))
     outbox.close()
 
 

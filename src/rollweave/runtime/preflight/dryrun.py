@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rollweave.engine.servers.attached import check_servers
-from rollweave.engine.servers.kinds import kind_of
+from rollweave.engine.server_kinds import check_kinds, kind_of
 from rollweave.io.extras import how_to_install
 from rollweave.io.machine import bound_socket, cores
 from rollweave.record.rundir import RunDir
@@ -93,8 +92,9 @@ def plan(
     given, even if these have not joined.
 
     `deep` also resets an environment of each domain with a task, which may take time
-    and acquire resources.
+    and acquire resources. Raises ConfigError if the kind of an engine is not installed.
     """
+    check_kinds(config)
     rules, domains, domain_checks = _users_code(config, deep=deep)
     config = as_prepared(config, domains)
     config, dropped, measured = without_overlong(config, domains)
@@ -158,10 +158,11 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             )
 
 
-def check_directory(config: RunConfig, *, resume: bool, fresh: bool) -> None:
-    """Raise ConfigError if the run cannot have its directory, before anything else,
-    which takes longer, is checked.
+def check_first(config: RunConfig, *, resume: bool, fresh: bool) -> None:
+    """Raise ConfigError if the run cannot have its engines' kinds or its directory,
+    before anything else, which takes longer, is checked.
     """
+    check_kinds(config)
     must_pass(_readable_directory(config, resume=resume, fresh=fresh, deep=False))
 
 
@@ -273,9 +274,9 @@ def _attached(config: RunConfig, number: int, group: EngineConfig) -> str:
     slot = EngineSlot(id=EngineId(""), degree=group.degree, group=number)
     assert group.server is not None, "the configuration has addresses of servers only"
     kind = kind_of(group.server)
-    servers = check_servers(kind, engine_spec(config, run, slot))
-    found = zip(group.address, servers, strict=True)
-    return ", ".join(f"{kind.name} {about.version} at {url}" for url, about in found)
+    versions = kind.attached_versions(engine_spec(config, run, slot))
+    found = zip(group.address, versions, strict=True)
+    return ", ".join(f"{kind.name} {version} at {url}" for url, version in found)
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:

@@ -30,8 +30,8 @@ SERVERS = (
     pytest.param("attached", marks=pytest.mark.slow),
 )
 """A server behind the process of an engine: a real vLLM, which starts in tens of
-seconds, `tests/support/sglang_server.py`, which computes with the embedded engine, and
-`tests/support/vllm_server.py`, which does so too and is started before the engine.
+seconds, and the servers of `packages/servers/tests` that compute with the embedded
+engine: `sglang_server.py`, and `vllm_server.py`, which is started before the engine.
 """
 HTTP = ("fake over HTTP", "ours over HTTP")
 """An engine in a thread, served to a client that can only let it generate."""

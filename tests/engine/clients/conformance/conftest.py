@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import free_port
+from packages.servers.tests.sglang_package import sglang_spec
+from packages.servers.tests.vllm_server import attached_spec, start_vllm_server
 from rollweave.engine.clients.client import EngineClient, in_process, in_thread
 from rollweave.engine.clients.http import HttpEngine
 from rollweave.io.child import child_of
@@ -17,8 +19,6 @@ from rollweave.schema.serving import EngineSpec
 from tests.engine.clients.conformance.backends import Connect, over_http
 from tests.support import engines
 from tests.support.echo_engine import EchoLoop
-from tests.support.sglang import sglang_spec
-from tests.support.vllm_server import attached_spec, start_vllm_server
 
 
 @pytest.fixture(scope="session")
