@@ -88,6 +88,14 @@ TpotLimit = Annotated[
     float | None,
     typer.Option(help="With --lend: limit of the time per output token (P99); 150 by default."),
 ]
+Beside = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="SOCKET",
+        help="With --lend: lend the time between the steps of the vLLM at SOCKET, which serves "
+        "CHECKPOINT; --kv-tokens is the memory of the run's model.",
+    ),
+]
 Template = Annotated[
     Path | None,
     typer.Option(
@@ -489,6 +497,7 @@ def engine(
     join_s: LendJoin = None,
     ttft_ms: TtftLimit = None,
     tpot_ms: TpotLimit = None,
+    beside: Beside = None,
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with errors_reported():
@@ -525,6 +534,7 @@ def engine(
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             phase=phase,
+            beside=beside,
         )
         work(spec, access, lending, phase, template)
 
