@@ -43,6 +43,7 @@ BENCHES = {
     "phases": "packages.sim.benchmarks.phases.bench:bench_phases",
     "service": "packages.service.benchmarks.bench:bench_service",
     "coserve": "packages.sim.benchmarks.coserve.bench:bench_coserve",
+    "coserve --engine vllm": "packages.servers.benchmarks.lending.bench:bench_vllm_lends",
     "agents": "benchmarks.agents.bench:bench_agents",
     "sandbox": "packages.sandbox.benchmarks.bench:bench_sandbox",
     "delta": "benchmarks.delta:bench_delta",
@@ -54,7 +55,7 @@ BENCHES = {
 the distribution that it measures.
 """
 
-NAMES = tuple(BENCHES)
+NAMES = tuple(name for name in BENCHES if " " not in name)
 SEEDED = (
     "demo",
     "fixed",
@@ -85,6 +86,7 @@ def bench(
     real: bool = False,
     programs: Path | None = None,
     install: bool = False,
+    engine: str | None = None,
 ) -> None:
     """Run benchmark `name`; with `profile`, write an engine's measured step times to
     that file. `real`, `programs` and `install` are options of `bench agents`.
@@ -103,6 +105,9 @@ def bench(
             f"--profile must be left out for bench {name}: only engine measures "
             f"step times, got {profile}"
         )
+    run = name if engine is None else f"{name} --engine {engine}"
+    if run not in BENCHES:
+        raise ConfigError(f"--engine must be vllm, with bench coserve, got {engine}")
     if real and name != "agents":
         raise ConfigError(f"--real must be left out for bench {name}: only agents runs programs")
     if not real and (install or programs is not None):
@@ -117,7 +122,7 @@ def bench(
         _profile(profile, model, quick=quick)
         if profile is not None
         else _run(
-            name,
+            run,
             quick=quick,
             seeds=seeds,
             model=model,

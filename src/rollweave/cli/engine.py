@@ -127,8 +127,7 @@ def phase_of(prefill_at: str | None, *, prefill_only: bool) -> Phase:
 class Lending:
     """The run that borrows the engine's slack, and the latencies in milliseconds that
     the engine's own clients are promised. `tpot_ms` is None for an engine that computes
-    prompts only. `beside` is the socket of the server that has these clients, if it is
-    not this engine.
+    prompts only. `beside` is the socket of another server that has these clients.
     """
 
     joining: Joining
@@ -164,9 +163,7 @@ def lending_to(
                 raise ConfigError(f"{name} must be given with --lend, got {value} alone")
         return None
     if beside is not None and phase != WHOLE:
-        raise ConfigError(
-            f"--beside must be given without --prefill-at and --prefill-only, got {beside}"
-        )
+        raise ConfigError(f"--beside must be given without options of phases, got {beside}")
     if phase.prefill_only and tpot_ms is not None:
         raise ConfigError(
             f"--tpot-ms must be left out with --prefill-only, which samples no second token, "
@@ -321,10 +318,9 @@ async def _serve(
                     names=ADDRESS,
                 ) as address,
             ):
-                what = f"serving {spec.model} at {address}, {slots} requests at once"
-                if codec is None:
-                    what = f"beside the server of {spec.model}; the state is at {address}"
-                out.print(escape(what), soft_wrap=True)
+                what = "the state beside the server of" if codec is None else "serving"
+                text = f"{what} {spec.model} at {address}, {slots} requests at once"
+                out.print(escape(text), soft_wrap=True)
                 out.print(escape(notice), soft_wrap=True)
                 async with _lent(agent, backend):
                     await _first(backend.lost, ending)

@@ -802,6 +802,9 @@ def bench(
         bool,
         typer.Option("--install", help="With --real: install the programs that are missing."),
     ] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="With coserve: vllm, in place of the embedded engine.")
+    ] = None,
 ) -> None:
     """Measure performance, and compare with peers in the same run.
 
@@ -821,6 +824,7 @@ def bench(
             real=real,
             programs=programs,
             install=install,
+            engine=engine,
         )
 
 

@@ -53,7 +53,7 @@ from rollweave.schema.serving import (
     Sampled,
     Suspend,
 )
-from rollweave.weights.checkpoint import ModelShape, read_shape
+from rollweave.weights.checkpoint import read_shape
 
 COLOCATED = (
     "trainer.colocated must be false with an engine that is lent: it gives its memory back to the "
@@ -71,16 +71,9 @@ class RolloutMemory(Protocol):
     budget: KvBudget
     rollouts: ModelMemory | None
 
-    def pool_for(
-        self,
-        shape: ModelShape,
-        *,
-        kv_tokens: int,
-        block_tokens: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> MappedPool:
-        """Return the pool of a borrower's model, whose first group has memory."""
+    @property
+    def pool_for(self) -> Callable[..., MappedPool]:
+        """The pool of a borrower's model, whose first group has memory."""
 
     def begin_step(self) -> None:
         """Begin an RL step: the borrower has new weights."""
