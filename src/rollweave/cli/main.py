@@ -92,8 +92,7 @@ Beside = Annotated[
     Path | None,
     typer.Option(
         metavar="SOCKET",
-        help="With --lend: lend the time between the steps of the vLLM at SOCKET, which serves "
-        "CHECKPOINT; --kv-tokens is the memory of the run's model.",
+        help="With --lend: lend the time between the steps of a vLLM that serves CHECKPOINT.",
     ),
 ]
 Template = Annotated[

@@ -1,11 +1,10 @@
 """The borrower's side of an engine that lends (ROSE §4.1): the loan, the run's model,
 its profile and its steps, on one thread.
 
-Subclasses know the serving engine, which is in this process (`executor`) or another
-one: they say for how long its requests can wait, and divide the memory. A rollout that
-must go is aborted and keeps its tokens: the run continues it elsewhere. The borrower's
-model is read beside the steps, on a thread that yields to them, measured between them
-where serving can wait, and lost without a trace when its connection ends.
+Subclasses know the serving engine: they say for how long its requests can wait, and
+divide the memory. A rollout that must go is aborted and keeps its tokens: the run
+continues it elsewhere. The borrower's model is read beside the steps, on a thread that
+yields to them, measured between them where serving can wait, and lost without a trace.
 """
 
 import gc
@@ -88,8 +87,7 @@ class LendingEngine(ABC):
     """
 
     _shared: RolloutMemory
-    _profile: Profile
-    """The profile of the serving model."""
+    _profile: Profile  # of the serving model
 
     def __init__(
         self,
@@ -113,8 +111,8 @@ class LendingEngine(ABC):
         self._admission: Admission | None = None
         self._measuring: Measuring | None = None
         self._progress = Progress()
-        self._aborted = self._stalls = self._loans = self._rollout_steps = 0
-        self._rollout_tokens = 0
+        self._aborted = self._stalls = self._loans = 0
+        self._rollout_steps = self._rollout_tokens = 0
         self._rollout_busy_s = self._delay_s = self._activation_s = 0.0
         self._rollout_at = clock()
 
@@ -142,8 +140,6 @@ class LendingEngine(ABC):
     @abstractmethod
     def _serves(self) -> bool:
         """True if the serving model has a step to compute."""
-
-    # Calls of other threads
 
     def post(self, command: EngineCommand) -> None:
         """Queue a command of the engine's clients. A heartbeat is answered at once."""

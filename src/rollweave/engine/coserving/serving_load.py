@@ -117,9 +117,8 @@ class ServingLoad:
         *,
         chunk_tokens: int,
     ) -> float:
-        """Return the smallest slack of these requests and of one that arrives now: of
-        each one the time of its arrival, the number of its tokens that are yet to be
-        computed, and its tokens so far, if there are any.
+        """Return the smallest slack of these requests (arrival, number of tokens that
+        are yet to be computed, tokens so far) and of one that arrives now.
         """
         prefills, decodes, ahead = [], [], 0
         for arrived, missing, decoding in requests:
