@@ -90,10 +90,11 @@ TpotLimit = Annotated[
 ]
 Beside = Annotated[
     Path | None,
-    typer.Option(
-        metavar="SOCKET",
-        help="With --lend: lend the time between the steps of a vLLM that serves CHECKPOINT.",
-    ),
+    typer.Option(metavar="SOCKET", help="With --lend: beside the vLLM that serves CHECKPOINT."),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
 ]
 Template = Annotated[
     Path | None,
@@ -483,10 +484,7 @@ def engine(
     kv_tokens: Annotated[
         int, typer.Option(min=16, help="Size of the KV cache, in tokens.")
     ] = 65536,
-    deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
-    ] = False,
+    deterministic: Deterministic = False,
     template: Template = None,
     prefill_at: PrefillAt = None,
     prefill_only: PrefillOnly = False,
