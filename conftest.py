@@ -15,7 +15,17 @@ from rollweave.io.boot import reset_signals
 from tests.support.forking import Forked, server
 from tests.support.properties import register_profiles
 
-STARTING_PROCESSES = {"benchmarks", "cli", "envs", "papers", "runtime", "sandbox", "service", "sim"}
+STARTING_PROCESSES = {
+    "benchmarks",
+    "cli",
+    "envs",
+    "papers",
+    "runtime",
+    "sandbox",
+    "servers",
+    "service",
+    "sim",
+}
 """The folders of `tests` and `packages` whose tests start processes or whole runs, and
 take longest.
 """

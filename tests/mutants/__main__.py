@@ -36,9 +36,9 @@ NOT_RUN = {
     "core/reading/checks.py": "invariants, which are assertions of tests",
     "core/mechanisms/*/check.py": "invariants, which are assertions of tests",
     "engine/cuda_graphs.py": "needs a GPU",
-    "engine/servers/plugin/*.py": "runs in a vLLM or SGLang server",
     "runtime/hosts/on_ray.py": "needs Ray",
     "sandboxes/inside/*.py": "runs in a sandbox, with an interpreter of its own",
+    "servers/plugin/*.py": "runs in a vLLM or SGLang server",
 }
 """Files without mutants, by a pattern of their path, each with the reason."""
 SAMPLE = 40

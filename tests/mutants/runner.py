@@ -49,6 +49,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
 BESIDE = {
     "sandboxes": ROOT / "packages/sandbox/src/rollweave_sandbox",
+    "servers": ROOT / "packages/servers/src/rollweave_servers",
     "service": ROOT / "packages/service/src/rollweave_service",
     "sim": ROOT / "packages/sim/src/rollweave_sim",
 }

@@ -1,5 +1,5 @@
 """The recipe `examples/qwen3_math`: its problems and converter, its dry run without a
-GPU. `test_real_vllm.py` runs it.
+GPU. `packages/servers/tests/test_real_vllm.py` runs it.
 """
 
 import json

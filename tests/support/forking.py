@@ -66,6 +66,7 @@ IMPORTED_LATER = {
     "rollweave.cli.train": (*ENGINE, *TRAINER),
     "rollweave.runtime.entrypoints.engine": ENGINE,
     "rollweave.runtime.entrypoints.predictor": ("rollweave.train.regressors",),
+    "rollweave.runtime.entrypoints.server_engine": ("rollweave_servers.provider",),
     "rollweave.runtime.entrypoints.trainer": TRAINER,
     "packages.servers.tests.vllm_server": ENGINE,
 }

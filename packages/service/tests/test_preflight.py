@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from packages.service.tests.rollout_service import service_config
+from rollweave.engine.server_kinds import kind_of
 from rollweave.runtime.preflight import dryrun
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
@@ -44,6 +45,18 @@ def test_sequences_beyond_the_context_are_refused_before_the_service_starts(
         assert examine_service(fits) == (fits, [])
     elsewhere = with_limit(513)
     assert examine_service(elsewhere, registered=True) == (elsewhere, [])
+
+
+def test_engines_of_a_kind_that_is_not_installed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = service_config(tmp_path)
+    engines = [{"kind": "vllm", "python": "/no/python"}]
+    config = RunConfig.model_validate({**config.model_dump(exclude_unset=True), "engines": engines})
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    kind_of.cache_clear()
+    with pytest.raises(ConfigError, match=r"^engines\.kind vllm needs the package rollweave-serv"):
+        examine_service(config)
 
 
 def test_leaves_the_same_overlong_prompts_out_as_a_run(tmp_path: Path) -> None:

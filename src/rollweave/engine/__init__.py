@@ -1,3 +1,3 @@
-"""The embedded engine, engines that own a vLLM or SGLang server, and the clients of
-all.
+"""The embedded engine, the clients of all engines, and the interface to engines that
+are servers of other programs.
 """

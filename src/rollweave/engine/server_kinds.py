@@ -72,5 +72,5 @@ def kind_of(name: ServerName) -> ServerKind:
 def check_kinds(config: RunConfig) -> None:
     """Raise ConfigError if the kind of an engine cannot be found."""
     for group in config.engines:
-        if group.server is not None and config.sim is None:
+        if group.server is not None:
             kind_of(group.server)

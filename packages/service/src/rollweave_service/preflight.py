@@ -2,6 +2,7 @@
 
 import contextlib
 
+from rollweave.engine.server_kinds import check_kinds
 from rollweave.runtime.preflight.checks import Check, must_pass, warn
 from rollweave.runtime.preflight.dryrun import UNUSED
 from rollweave.runtime.preflight.environments import (
@@ -23,10 +24,11 @@ def examine_service(
     "drop". Return the configuration, and a warning for each of these domains, and for
     each setting without effect.
 
-    Raises ConfigError, also for a domain of which no prompt would be left, and for a
-    model whose tokenizer cannot be read.
+    Raises ConfigError, also for a domain of which no prompt would be left, for a model
+    whose tokenizer cannot be read, and for engines of a kind that is not installed.
     """
     if not registered:
+        check_kinds(config)
         must_pass(check_context(config))
     domains = list[Domain]()
     for index, task in enumerate(config.tasks):

@@ -36,7 +36,7 @@ class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "sglang"] = Field(
         "embedded",
         description="embedded is Rollweave's own engine; vllm and sglang are servers that the run "
-        "starts, or, with address, servers that already run.",
+        "starts, or, with address, servers that already run; they need rollweave-servers.",
     )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
