@@ -2,28 +2,23 @@
 starts for that.
 """
 
-import contextlib
 import random
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from packages.servers.tests.lending_processes import WAIT_S, Program, until
+from packages.servers.tests.lending_executor import borrowed, lending
+from packages.servers.tests.lending_processes import Program, until
 from rollweave.core.policy.admission import Admission, Slo
 from rollweave.engine.coserving.offer import Offer
 from rollweave.schema import serving as s
-from rollweave.schema.base import EngineId
-from rollweave_servers.beside import BesideServing
 from rollweave_servers.lending.rollweave_lending import Counts, Row, Snapshot, Step
 from rollweave_servers.published_load import FIRST_STEPS, PublishedLoad
-from tests.support.lending import Borrower, Replies, asks
+from tests.support.lending import Borrower, asks
 from tests.support.tiny_models import build, oracle_greedy, save
-
-PAGE = 16_384
 
 
 @pytest.fixture(scope="module")
@@ -37,50 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Modu
 def engine(tmp_path: Path) -> Iterator[Program]:
     with Program("serving_engine.py", str(tmp_path / "serving")) as program:
         yield program
-
-
-class Lender:
-    """An executor on a thread, and the replies to the one that started it."""
-
-    def __init__(self, spec: s.EngineSpec) -> None:
-        self.replies = Replies()
-        self.executor = BesideServing(spec, self.replies.put, end_s=0.1)
-        self.thread = threading.Thread(target=self.executor.run)
-        self.thread.start()
-
-    def stats(self) -> s.EngineStats:
-        count = len(self.replies._all)
-        self.executor.post(s.Stats())
-        until(lambda: len(self.replies._all) > count, "the state")
-        sampled = self.replies.wait_for(s.Sampled)[-1]
-        assert isinstance(sampled, s.Sampled)
-        return sampled.stats
-
-
-@contextlib.contextmanager
-def lending(
-    model: Path, folder: Path, *, ttft_s: float = 60.0, kv_tokens: int = 2048
-) -> Iterator[Lender]:
-    lend = s.LendSpec(
-        socket=str(folder / "s"),
-        ttft_s=ttft_s,
-        tpot_s=60.0,
-        page_bytes=PAGE,
-        beside=str(folder / "serving"),
-    )
-    spec = s.EngineSpec(id=EngineId("s"), model=str(model), kv_tokens=kv_tokens, lend=lend)
-    lender = Lender(spec)
-    try:
-        lender.replies.wait_for(s.Ready)
-        yield lender
-    finally:
-        lender.executor.post(s.Shutdown())
-        lender.thread.join(WAIT_S)
-        assert not lender.thread.is_alive()
-
-
-def borrowed(model: Path, *, kv_tokens: int = 1024) -> s.EngineSpec:
-    return s.EngineSpec(id=EngineId("e1"), model=str(model), kv_tokens=kv_tokens, max_slots=4)
 
 
 def test_rollouts_are_computed_beside_serving_as_they_are_alone(

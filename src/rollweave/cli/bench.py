@@ -43,7 +43,6 @@ BENCHES = {
     "phases": "packages.sim.benchmarks.phases.bench:bench_phases",
     "service": "packages.service.benchmarks.bench:bench_service",
     "coserve": "packages.sim.benchmarks.coserve.bench:bench_coserve",
-    "coserve --engine vllm": "packages.servers.benchmarks.lending.bench:bench_vllm_lends",
     "agents": "benchmarks.agents.bench:bench_agents",
     "sandbox": "packages.sandbox.benchmarks.bench:bench_sandbox",
     "delta": "benchmarks.delta:bench_delta",
@@ -55,7 +54,10 @@ BENCHES = {
 the distribution that it measures.
 """
 
-NAMES = tuple(name for name in BENCHES if " " not in name)
+VLLM_LENDS = "packages.servers.benchmarks.lending.bench:bench_vllm_lends"
+"""The function of `coserve --engine vllm`."""
+
+NAMES = tuple(BENCHES)
 SEEDED = (
     "demo",
     "fixed",
@@ -105,8 +107,7 @@ def bench(
             f"--profile must be left out for bench {name}: only engine measures "
             f"step times, got {profile}"
         )
-    run = name if engine is None else f"{name} --engine {engine}"
-    if run not in BENCHES:
+    if engine is not None and (name, engine) != ("coserve", "vllm"):
         raise ConfigError(f"--engine must be vllm, with bench coserve, got {engine}")
     if real and name != "agents":
         raise ConfigError(f"--real must be left out for bench {name}: only agents runs programs")
@@ -122,7 +123,8 @@ def bench(
         _profile(profile, model, quick=quick)
         if profile is not None
         else _run(
-            run,
+            name,
+            VLLM_LENDS if engine else BENCHES[name],
             quick=quick,
             seeds=seeds,
             model=model,
@@ -170,8 +172,8 @@ def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
     return result
 
 
-def _run(name: str, **options: Any) -> "Result":
-    module, _, function = BENCHES[name].partition(":")
+def _run(name: str, place: str, **options: Any) -> "Result":
+    module, _, function = place.partition(":")
     run = getattr(_benchmark(module), function)
     arguments = {"name": name, "progress": _print_progress, **options}
     result: Result = run(

@@ -106,7 +106,7 @@ class Baton:
         self._closed = threading.Event()
         first = connect(path)
         self.about = first[1]
-        """How the serving engine describes itself."""
+        """The serving engine's description of itself."""
         self._thread = threading.Thread(target=self._run, args=(first,), name="baton", daemon=True)
         self._thread.start()
 

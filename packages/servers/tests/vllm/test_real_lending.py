@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks.engine.vllm_server import VARIABLE
 from packages.servers.benchmarks.lending.server import LendingVllm
+from packages.servers.tests.lending_executor import borrowed, lending
 from packages.servers.tests.lending_processes import until
-from packages.servers.tests.test_beside import borrowed, lending
 from rollweave.schema import serving as s
 from rollweave.schema.config.training import VLLM_HEAD_DIM, ScratchModel
 from rollweave.train.scratch import build_checkpoint

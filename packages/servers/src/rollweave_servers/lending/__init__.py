@@ -1,1 +1,1 @@
-"""What runs in the process of a serving engine that lends."""
+"""Modules that run in the process of a serving engine that lends."""

@@ -1,5 +1,5 @@
-"""What a serving engine shares with the lender beside it on its device: a memory, and a
-baton, so that one of the two computes at a time (ROSE §4.1).
+"""The memory that a serving engine shares with the lender beside it on its device, and
+a baton, so that one of the two computes at a time (ROSE §4.1).
 
 The serving engine listens on a Unix socket of mode 0600. It admits one lender at a
 time, and hands it a file descriptor of the memory. After each of its steps the engine

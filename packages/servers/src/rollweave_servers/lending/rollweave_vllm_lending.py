@@ -32,11 +32,11 @@ class LendingScheduler(Scheduler):  # type: ignore[misc]
         self.step: tuple[int, int, int] = (0, 0, 0)
         """Prompt tokens, decoded sequences and the longest prompt of the step."""
         self.sampled: dict[str, tuple[int, int, int]] = {}
-        """Of each request with tokens: the times of the first and the newest one, and
-        their number.
+        """The times of the first and the newest token of each request that has tokens,
+        and their number.
         """
         self.cached: dict[str, int] = {}
-        """Of each request: the number of its tokens that the prefix cache had."""
+        """The number of tokens of each request that the prefix cache had."""
         self.kv_total = self.kv_cache_config.num_blocks * self.block_size
         config = self.vllm_config
         self.lending = Serving(
