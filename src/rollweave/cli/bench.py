@@ -55,6 +55,9 @@ BENCHES = {
 the distribution that it measures.
 """
 
+VLLM_LENDS = "packages.servers.benchmarks.lending.bench:bench_vllm_lends"
+"""The function of `coserve --engine vllm`."""
+
 NAMES = tuple(BENCHES)
 SEEDED = (
     "demo",
@@ -87,6 +90,7 @@ def bench(
     real: bool = False,
     programs: Path | None = None,
     install: bool = False,
+    engine: str | None = None,
 ) -> None:
     """Run benchmark `name`; with `profile`, write an engine's measured step times to
     that file. `real`, `programs` and `install` are options of `bench agents`.
@@ -105,6 +109,8 @@ def bench(
             f"--profile must be left out for bench {name}: only engine measures "
             f"step times, got {profile}"
         )
+    if engine is not None and (name, engine) != ("coserve", "vllm"):
+        raise ConfigError(f"--engine must be vllm, with bench coserve, got {engine}")
     if real and name != "agents":
         raise ConfigError(f"--real must be left out for bench {name}: only agents runs programs")
     if not real and (install or programs is not None):
@@ -120,6 +126,7 @@ def bench(
         if profile is not None
         else _run(
             name,
+            VLLM_LENDS if engine else BENCHES[name],
             quick=quick,
             seeds=seeds,
             model=model,
@@ -167,8 +174,8 @@ def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
     return result
 
 
-def _run(name: str, **options: Any) -> "Result":
-    module, _, function = BENCHES[name].partition(":")
+def _run(name: str, place: str, **options: Any) -> "Result":
+    module, _, function = place.partition(":")
     run = getattr(_benchmark(module), function)
     arguments = {"name": name, "progress": _print_progress, **options}
     result: Result = run(

@@ -26,6 +26,7 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.coserving.offer import Offer
 from rollweave.io import hub
 from rollweave.io.child import child_of
+from rollweave.io.extras import command
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import ADDRESS, Access, listening
 from rollweave.io.locked_folders import temporary_folder
@@ -126,12 +127,13 @@ def phase_of(prefill_at: str | None, *, prefill_only: bool) -> Phase:
 class Lending:
     """The run that borrows the engine's slack, and the latencies in milliseconds that
     the engine's own clients are promised. `tpot_ms` is None for an engine that computes
-    prompts only.
+    prompts only. `beside` is the socket of another server that has these clients.
     """
 
     joining: Joining
     ttft_ms: float
     tpot_ms: float | None
+    beside: str = ""
 
 
 def lending_to(
@@ -143,6 +145,7 @@ def lending_to(
     ttft_ms: float | None = None,
     tpot_ms: float | None = None,
     phase: Phase = WHOLE,
+    beside: Path | None = None,
 ) -> Lending | None:
     """Return the loan that these options describe; None without an address. An option
     that is None takes its default.
@@ -154,10 +157,13 @@ def lending_to(
             ("--join-s", join_s),
             ("--ttft-ms", ttft_ms),
             ("--tpot-ms", tpot_ms),
+            ("--beside", beside),
         ):
             if value is not None:
                 raise ConfigError(f"{name} must be given with --lend, got {value} alone")
         return None
+    if beside is not None and phase != WHOLE:
+        raise ConfigError(f"--beside must be given without options of phases, got {beside}")
     if phase.prefill_only and tpot_ms is not None:
         raise ConfigError(
             f"--tpot-ms must be left out with --prefill-only, which samples no second token, "
@@ -179,6 +185,7 @@ def lending_to(
         joining=joining,
         ttft_ms=TTFT_MS if ttft_ms is None else ttft_ms,
         tpot_ms=None if phase.prefill_only else TPOT_MS if tpot_ms is None else tpot_ms,
+        beside="" if beside is None else str(beside.absolute()),
     )
 
 
@@ -194,12 +201,13 @@ def engine(
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
     """
-    checkpoint = hub.folder(hub.fetched(spec.model, field="CHECKPOINT"))
+    name, checkpoint = spec.model, hub.folder(hub.fetched(spec.model, field="CHECKPOINT"))
     # an agent changes the working directory, and engines exchange KV only if their
     # checkpoints have the same path
     spec = msgspec.structs.replace(spec, model=str(checkpoint.absolute()))
     _check(spec)  # report wrong input before a process starts
-    codec = _codec(Path(spec.model), template)
+    beside = "" if lending is None else lending.beside
+    codec = None if beside else _codec(Path(spec.model), template)
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
     token_given = access.check()
@@ -227,10 +235,13 @@ def engine(
             socket=path,
             ttft_s=lending.ttft_ms / 1e3,
             tpot_s=math.inf if lending.tpot_ms is None else lending.tpot_ms / 1e3,
+            beside=beside,
         )
         permissions = Permissions(lent=lend.socket)
         agent = agent_for(dataclasses.replace(lending.joining, permissions=permissions))
         lent = msgspec.structs.replace(spec, lend=lend)
+        if beside:
+            command("check_beside", "engine --beside")(lent, name)
         asyncio.run(_serve(lent, codec, access, token, notice, phase, agent))
 
 
@@ -256,7 +267,7 @@ def _state_directory() -> Path:
 
 async def _serve(
     spec: EngineSpec,
-    codec: TextCodec,
+    codec: TextCodec | None,
     access: EngineAccess,
     token: str | None,
     notice: str,
@@ -307,10 +318,9 @@ async def _serve(
                     names=ADDRESS,
                 ) as address,
             ):
-                out.print(
-                    f"serving {escape(spec.model)} at {address}, {slots} requests at once",
-                    soft_wrap=True,
-                )
+                what = "the state beside the server of" if codec is None else "serving"
+                text = f"{what} {spec.model} at {address}, {slots} requests at once"
+                out.print(escape(text), soft_wrap=True)
                 out.print(escape(notice), soft_wrap=True)
                 async with _lent(agent, backend):
                     await _first(backend.lost, ending)
@@ -430,8 +440,10 @@ async def _prompts(
         yield prompts
 
 
-def _application(server: EngineServer, codec: TextCodec, context: int) -> web.Application:
+def _application(server: EngineServer, codec: TextCodec | None, context: int) -> web.Application:
     app = server.application()
+    if codec is None:  # another server has the clients
+        return app
     settings = read_json(Path(server.model) / "tokenizer_config.json")
     ServingFront(server, codec, context=context, tokenizer=settings).add_to(app)
     return app

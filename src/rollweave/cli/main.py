@@ -88,6 +88,14 @@ TpotLimit = Annotated[
     float | None,
     typer.Option(help="With --lend: limit of the time per output token (P99); 150 by default."),
 ]
+Beside = Annotated[
+    Path | None,
+    typer.Option(metavar="SOCKET", help="With --lend: beside the vLLM that serves CHECKPOINT."),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
+]
 Template = Annotated[
     Path | None,
     typer.Option(
@@ -476,10 +484,7 @@ def engine(
     kv_tokens: Annotated[
         int, typer.Option(min=16, help="Size of the KV cache, in tokens.")
     ] = 65536,
-    deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
-    ] = False,
+    deterministic: Deterministic = False,
     template: Template = None,
     prefill_at: PrefillAt = None,
     prefill_only: PrefillOnly = False,
@@ -489,6 +494,7 @@ def engine(
     join_s: LendJoin = None,
     ttft_ms: TtftLimit = None,
     tpot_ms: TpotLimit = None,
+    beside: Beside = None,
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with errors_reported():
@@ -525,6 +531,7 @@ def engine(
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             phase=phase,
+            beside=beside,
         )
         work(spec, access, lending, phase, template)
 
@@ -792,6 +799,9 @@ def bench(
         bool,
         typer.Option("--install", help="With --real: install the programs that are missing."),
     ] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="With coserve: vllm, in place of the embedded engine.")
+    ] = None,
 ) -> None:
     """Measure performance, and compare with peers in the same run.
 
@@ -811,6 +821,7 @@ def bench(
             real=real,
             programs=programs,
             install=install,
+            engine=engine,
         )
 
 

@@ -46,6 +46,8 @@ DISTRIBUTIONS = {
 
 COMMANDS = {
     "advise": "rollweave-sim",
+    "beside": "rollweave-servers",
+    "check_beside": "rollweave-servers",
     "reproduce": "rollweave-papers",
     "serve": "rollweave-service",
     "simulate": "rollweave-sim",

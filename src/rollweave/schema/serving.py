@@ -729,12 +729,14 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
 class LendSpec(Struct, frozen=True, kw_only=True):
     """The slack that a serving engine lends to a run: the run's engine process connects
     to `socket`. Also the latency limits of the serving engine's own requests (infinite
-    if there is no limit), and the size of a page of KV.
+    if there is no limit), and the size of a page of KV. With `beside`, the server whose
+    socket this is serves, and the engine serves nothing itself.
     """
 
     socket: str
     ttft_s: float
     tpot_s: float
+    beside: str = ""
     page_bytes: int = 2 << 20
 
 

@@ -4,6 +4,7 @@ arrived, when its newest token was sampled, and how long the next prompt may tak
 
 import math
 import threading
+from collections.abc import Iterable
 
 from rollweave.core.policy.admission import (
     FIRST_MARGIN,
@@ -101,26 +102,37 @@ class ServingLoad:
 
     def slack(self, core: EngineCore, admission: Admission, now: float) -> float:
         """Return the smallest slack of all requests and of one that arrives now."""
-        planner, prefills, decodes, ahead = core.planner, [], [], 0
-        for entry in [*planner.running, *planner.waiting]:
-            decoding = self._decoding_of(entry.id)
+        planner = core.planner
+        requests = (
+            (self._arrived.get(entry.id, now), entry.missing, self._decoding_of(entry.id))
+            for entry in [*planner.running, *planner.waiting]
+        )
+        return self.slack_of(requests, admission, now, chunk_tokens=planner.chunk_tokens)
+
+    def slack_of(
+        self,
+        requests: Iterable[tuple[float, int, Decoding | None]],
+        admission: Admission,
+        now: float,
+        *,
+        chunk_tokens: int,
+    ) -> float:
+        """Return the smallest slack of these requests (arrival, number of tokens that
+        are yet to be computed, tokens so far) and of one that arrives now.
+        """
+        prefills, decodes, ahead = [], [], 0
+        for arrived, missing, decoding in requests:
             if decoding is not None:
                 decodes.append(decoding)
-                ahead += entry.missing - 1  # one that lost its KV computes its tokens again
+                ahead += missing - 1  # one that lost its KV computes its tokens again
                 continue
-            prefills.append(
-                QueuedPrefill(
-                    arrived=self._arrived.get(entry.id, now),
-                    tokens=entry.missing,
-                    ahead=ahead,
-                )
-            )
-            ahead += entry.missing
+            prefills.append(QueuedPrefill(arrived=arrived, tokens=missing, ahead=ahead))
+            ahead += missing
         return admission.slack(
             now,
             prefills,
             decodes,
-            pending=min(ahead, planner.chunk_tokens),
+            pending=min(ahead, chunk_tokens),
             longest_s=self.longest_s(admission),
             mean_s=self._mean_s,
         )

@@ -5,6 +5,7 @@ by `engine/clients/client.py`.
 import os
 import sys
 
+from rollweave.io.extras import command
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
@@ -26,14 +27,15 @@ def main() -> None:
 
     # torch takes seconds to import
     from rollweave.engine.coserving.executor import CoServing
+    from rollweave.engine.coserving.lender import LendingEngine
     from rollweave.engine.thread import EngineThread
 
-    engine: EngineThread | CoServing
+    engine: EngineThread | LendingEngine
     if spec.lend is None:
         engine = EngineThread(spec, send)
     else:
         sys.setswitchinterval(SWITCH_S)
-        engine = CoServing(spec, send)
+        engine = command("beside")(spec, send) if spec.lend.beside else CoServing(spec, send)
     parent.listen(lambda payload: engine.post(decode(payload)))
     engine.run()
 

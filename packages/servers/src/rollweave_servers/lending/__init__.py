@@ -1,0 +1,1 @@
+"""Modules that run in the process of a serving engine that lends."""
