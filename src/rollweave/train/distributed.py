@@ -299,20 +299,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu(
-    value: torch.Tensor,
-    ranks: RankGroup,
-    *,
-    like: torch.Tensor,
-    split: "Split | None" = None,
-    copy: bool = True,
+    value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor, split: "Split | None" = None
 ) -> torch.Tensor:
-    """Return a value that belongs to the parameter `like`, on the CPU: a copy, unless
-    it is there and there is to be no `copy`. It is a shard if `like` is sharded, or a
-    scalar. If the parameter is divided by `split`, it has rows of the full parameter.
+    """Return a value that belongs to the parameter `like` on the CPU: itself if it is
+    there, or a copy. It is a shard if `like` is sharded, or a scalar. If the parameter
+    is divided by `split`, it has rows of the full parameter.
     """
     if not (is_sharded(like) and value.dim()):
-        return local_tensor(value).to("cpu", copy=copy)
-    rows = to_rows(local_tensor(value), split, ranks).to("cpu", copy=copy)
+        return local_tensor(value).cpu()
+    rows = to_rows(local_tensor(value), split, ranks).cpu()
     return _shard_of_rows(rows, full_shape(like.shape, split, ranks), ranks, split)
 
 

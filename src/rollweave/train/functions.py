@@ -61,6 +61,8 @@ def _as_pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """Multiplies x [N, H] by the weights [O, H] of a layer."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -76,6 +78,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _SwiGluLinear(torch.autograd.Function):
+    """Multiplies silu(gate) · up [N, F], which the backward pass computes again, by the
+    weights [O, F] of a layer.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor
@@ -148,8 +154,8 @@ def _blocks(logits: torch.Tensor) -> list[slice]:
 _apply_tokenlogprobs = cast(Callable[..., tuple[torch.Tensor, torch.Tensor]], _TokenLogprobs.apply)
 _apply_rmsnorm = cast(Callable[..., torch.Tensor], _RmsNorm.apply)
 _apply_rotate = cast(Callable[..., torch.Tensor], _Rotate.apply)
-_apply_linear = cast(Callable[..., torch.Tensor], _Linear.apply)
-_apply_swiglu_linear = cast(Callable[..., torch.Tensor], _SwiGluLinear.apply)
+linear = cast(Callable[..., torch.Tensor], _Linear.apply)
+swiglu_linear = cast(Callable[..., torch.Tensor], _SwiGluLinear.apply)
 
 
 def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,15 +182,3 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     products.
     """
     return _apply_rotate(x, rotations)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [N, H] by the weights [O, H] of a layer: [N, O]."""
-    return _apply_linear(x, weight)
-
-
-def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply silu(gate) · up [N, F] by the weights [O, F] of a layer: [N, O]. The
-    first product is not kept, but computed again for the gradient.
-    """
-    return _apply_swiglu_linear(gate, up, weight)

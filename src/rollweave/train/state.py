@@ -75,16 +75,14 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
         load_clones(model, own)
 
 
-def named_tensors(
-    model: nn.Module, ranks: RankGroup, *, copy: bool = True
-) -> dict[str, torch.Tensor]:
-    """Return copies of the trained parameters (of this rank's shards) by transformers'
-    names, on the CPU; a tied head appears once, as the embedding. Without `copy`, a
-    parameter that is on the CPU is returned itself.
+def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
+    """Return the trained parameters (of this rank's shards) by transformers' names, on
+    the CPU: themselves, or copies of what is on a GPU; a tied head appears once, as the
+    embedding.
     """
     splits = division_of(model).splits
     return {
-        name: on_cpu(parameter, ranks, like=parameter, split=splits.get(name), copy=copy)
+        name: on_cpu(parameter, ranks, like=parameter, split=splits.get(name))
         for name, parameter in trained_parameters(model).items()
     }
 
@@ -249,24 +247,17 @@ class Snapshot:
 
 
 def optimizer_tensors(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: RankGroup = ALONE,
-    *,
-    copy: bool = True,
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup = ALONE
 ) -> dict[str, torch.Tensor]:
-    """Return copies of the optimizer's state (of this rank's shards) by
-    `<moment>.<parameter>` and `step.<parameter>`, on the CPU. Without `copy`, a tensor
-    that is on the CPU is returned itself.
+    """Return the optimizer's state (of this rank's shards) by `<moment>.<parameter>`
+    and `step.<parameter>`, on the CPU: itself, or copies of what is on a GPU.
     """
     tensors: dict[str, torch.Tensor] = {}
     splits = division_of(model).splits
     for name, parameter in trained_parameters(model).items():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            tensors[f"{key}.{name}"] = on_cpu(
-                value, ranks, like=parameter, split=splits.get(name), copy=copy
-            )
+            tensors[f"{key}.{name}"] = on_cpu(value, ranks, like=parameter, split=splits.get(name))
     return tensors
 
 
@@ -322,13 +313,13 @@ class TrainedState:
         if before is not None:
             before.restore(self._model, self.optimizer)
 
-    def tensors(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights as `named_tensors` does."""
-        return named_tensors(self._model, self._ranks, copy=copy)
+        return named_tensors(self._model, self._ranks)
 
-    def optimizer_tensors(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's state as the function `optimizer_tensors` does."""
-        return optimizer_tensors(self._model, self.optimizer, self._ranks, copy=copy)
+        return optimizer_tensors(self._model, self.optimizer, self._ranks)
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]

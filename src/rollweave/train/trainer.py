@@ -118,7 +118,7 @@ class Trainer:
         self._written = threading.Event()
         """Set unless a checkpoint is still to be written from the state itself."""
         self._written.set()
-        self._copies = device.type != "cpu"
+        self._copies = device.type != "cpu" and "optimizer" not in trainer.save_memory
         self._state = TrainedState(self._model, trainer, ranks, device, on_device=not alone)
         self._passes = Passes(
             self._model,
@@ -142,8 +142,8 @@ class Trainer:
             if config.has_critic
             else None
         )
-        states = [self._state, *([] if self._critic is None else [self._critic.state])]
-        for state in states:
+        self._states = [self._state, *([] if self._critic is None else [self._critic.state])]
+        for state in self._states:
             state.optimizer.register_step_pre_hook(lambda *_: self._await_written())
         if trainer.colocated and not alone:
             self._leave()
@@ -313,12 +313,11 @@ class Trainer:
         copy is kept only if there are several minibatches.
         """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
-        states = [self._state, *([] if self._critic is None else [self._critic.state])]
-        before = [state.snapshot() if several else None for state in states]
+        before = [state.snapshot() if several else None for state in self._states]
         try:
             yield
         except BaseException:
-            for state, snapshot in zip(states, before, strict=True):
+            for state, snapshot in zip(self._states, before, strict=True):
                 state.undo(snapshot)
             raise
 
@@ -375,17 +374,17 @@ class Trainer:
             )
         if self._writing and self._ranks.is_first:
             raise TrainerError("the previous checkpoint is still being written")
-        critic, copy = self._critic, self._copies
+        critic = self._critic
         return checkpoint.Checkpoint(
             step=self._step,
-            model=self._state.tensors(copy=copy),
-            optimizer=self._state.optimizer_tensors(copy=copy),
+            model=self._state.tensors(),
+            optimizer=self._state.optimizer_tensors(),
             rng=_rng_state(),
             reference=self._named_reference(),
             stored=self._model.stored if self._config.lora is None else None,
             constants=self._constants(),
-            critic=None if critic is None else critic.state.tensors(copy=copy),
-            critic_optimizer=None if critic is None else critic.state.optimizer_tensors(copy=copy),
+            critic=None if critic is None else critic.state.tensors(),
+            critic_optimizer=None if critic is None else critic.state.optimizer_tensors(),
         )
 
     def _constants(self) -> dict[str, torch.Tensor]:
@@ -475,7 +474,8 @@ class Trainer:
         if self._reference is None:
             return None
         with swapped_weights(self._model, self._reference):
-            return named_tensors(self._model, self._ranks)
+            tensors = named_tensors(self._model, self._ranks)
+            return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
