@@ -304,7 +304,7 @@ def test_each_strategy_costs_the_passes_that_it_needs(
     for group in reply.groups:
         values = msgspec.structs.asdict(group)
         assert {name for name, value in values.items() if value is not None} == names
-    assert same(critic_of(trainer).state.tensors(), before)
+    assert same(state_of(trainer), before)
 
 
 def test_td_errors_that_are_no_numbers_are_answered(model_dir: Path) -> None:

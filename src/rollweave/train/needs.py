@@ -65,8 +65,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
     # a failed batch is undone
     undoable = 3 * shard if trainer.epochs * trainer.minibatches > 1 else 0
     kl = bool(config.algorithm.kl)
-    # on a CPU, all but a reference is written from the state itself
-    copied = (3 if on_gpu else kl) * shard
+    copied = 3 * shard * on_gpu  # on a CPU, it is written from the state itself
     # the weights map the newest version until the update, which then drops gradients
     mapped = not (on_gpu or kl or undoable) and trainer.ranks == 1
     mapped = mapped and NUMBER_BYTES[config.model.dtype] == MASTER_BYTES

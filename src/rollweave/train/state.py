@@ -75,15 +75,18 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
         load_clones(model, own)
 
 
-def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
-    """Return the trained parameters (of this rank's shards) by transformers' names, on
-    the CPU: themselves, or copies of what is on a GPU; a tied head appears once, as the
-    embedding.
+def named_tensors(
+    model: nn.Module, ranks: RankGroup, values: Sequence[torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the trained parameters (of this rank's shards), or `values` from
+    `clone_parameters`, by transformers' names, on the CPU: themselves, or copies of
+    what is on a GPU; a tied head appears once, as the embedding.
     """
-    splits = division_of(model).splits
+    parameters, splits = trained_parameters(model), division_of(model).splits
+    chosen = parameters.values() if values is None else values
     return {
-        name: on_cpu(parameter, ranks, like=parameter, split=splits.get(name))
-        for name, parameter in trained_parameters(model).items()
+        name: on_cpu(value, ranks, like=parameter, split=splits.get(name))
+        for (name, parameter), value in zip(parameters.items(), chosen, strict=True)
     }
 
 

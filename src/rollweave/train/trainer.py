@@ -473,9 +473,7 @@ class Trainer:
     def _named_reference(self) -> dict[str, torch.Tensor] | None:
         if self._reference is None:
             return None
-        with swapped_weights(self._model, self._reference):
-            tensors = named_tensors(self._model, self._ranks)
-            return {name: tensor.clone() for name, tensor in tensors.items()}
+        return named_tensors(self._model, self._ranks, self._reference)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
