@@ -1,5 +1,6 @@
 """Bench `memory`: the estimate of a trainer's memory beside what it takes, for models
-of three sizes and three values of `trainer.micro_tokens`, on a CPU in float32.
+of three sizes and three values of `trainer.micro_tokens` in float32, and of the
+largest in bfloat16, on a CPU.
 
 Each case is a separate process with the production trainer: it publishes, trains on
 sequences that fill `micro_tokens`, writes a checkpoint beside the next step, and
@@ -17,6 +18,7 @@ from pathlib import Path
 from benchmarks.batches import random_batch
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, program, scratch_folder
+from rollweave.io.machine import computed_dtype
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import Publish, Save, TrainOn
 from rollweave.train.needs import rank_needs
@@ -33,7 +35,11 @@ Llama with tied embeddings. The largest is that of SmolLM2-135M.
 """
 
 MICRO_TOKENS = (256, 512, 1024)
-QUICK = (("7M", 256), ("7M", 512), ("42M", 256))
+CASES = (
+    *((name, micro, "float32") for name in MODELS for micro in MICRO_TOKENS),
+    ("135M", 512, "bfloat16"),
+)
+QUICK = (("7M", 256, "float32"), ("7M", 512, "float32"), ("42M", 256, "bfloat16"))
 MEMBERS = 2
 """Number of trajectories of a step: one group."""
 
@@ -49,15 +55,14 @@ def bench_memory(*, quick: bool, progress: Progress) -> Result:
     distance of a ratio from 1.
     """
     figures: dict[str, Figure] = {}
-    cases = QUICK if quick else tuple((name, micro) for name in MODELS for micro in MICRO_TOKENS)
     ratios = list[float]()
     with scratch_folder() as folder:
-        for name, micro in cases:
+        for name, micro, dtype in QUICK if quick else CASES:
             path = folder / name
             if not path.exists():
                 _save(path, MODELS[name])
-            measured = program("benchmarks.memory", str(path), str(micro), limit_s=CASE_S)
-            case = f"{name}/{micro}"
+            measured = program("benchmarks.memory", str(path), str(micro), dtype, limit_s=CASE_S)
+            case = f"{name}/{micro}" + ("/bfloat16" if dtype == "bfloat16" else "")
             ratios.append(measured["estimate"] / measured["peak"])
             figures[f"estimate_over_peak/{case}"] = ratios[-1]
             figures[f"estimate_gib/{case}"] = measured["estimate"] / GIB
@@ -66,7 +71,8 @@ def bench_memory(*, quick: bool, progress: Progress) -> Result:
     figures["off_by_max"] = max(abs(ratio - 1) for ratio in ratios)
     conditions = {
         "estimate_over_peak": "bytes that the preflight check estimates by the measured peak",
-        "dtype": "float32, CPU, Adam, all weights trained",
+        "dtype": "float32 where a case names no other, CPU, Adam, all weights trained",
+        "bfloat16": f"computed in {computed_dtype('bfloat16', 'cpu')} on this CPU",
     }
     return Result(bench="memory", figures=figures, conditions=conditions)
 
@@ -126,7 +132,7 @@ def _memory_files() -> int:
     return sum(found.values())
 
 
-def _run_case(path: Path, micro: int) -> dict[str, int]:
+def _run_case(path: Path, micro: int, dtype: str) -> dict[str, int]:
     """Return the estimate and the peak of a case in bytes."""
     from rollweave.train.trainer import Trainer
 
@@ -134,7 +140,7 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
     config = RunConfig.model_validate(
         {
             "run": {"name": "memory", "steps": 9},
-            "model": {"path": str(path)},
+            "model": {"path": str(path), "dtype": dtype},
             "tasks": [{"env": "none", **tokens}],
             "rollout": {"groups_per_step": 1, "group_size": MEMBERS},
             "trainer": {"micro_tokens": micro},
@@ -160,4 +166,4 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_run_case(Path(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(_run_case(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))

@@ -49,7 +49,7 @@ class Rank:
         }
 
     def publish(self, version: int) -> Published | TrainFailed:
-        reply = self.trainer.handle(Publish(version=version, publication_id=version))
+        reply = self.trainer.handle(Publish(version=version, publication_id=version, keep=(1,)))
         assert isinstance(reply, Published | TrainFailed)
         return reply
 

@@ -50,7 +50,8 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return all weights, and the critic's optimizer."""
     policy = {f"policy/{name}": each for name, each in published(trainer, trainer.step).items()}
     critic = critic_of(trainer)
-    return policy | critic.state.tensors() | critic.state.optimizer_tensors()
+    tensors = policy | critic.state.tensors() | critic.state.optimizer_tensors()
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def test_a_value_is_a_product_of_the_hidden_state_before_the_token(model_dir: Path) -> None:
@@ -168,9 +169,9 @@ def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path
     config = trainers.make_config(advantage="grpo", own={"other": {"advantage": "gae_turn"}})
     trainer = Trainer(config, model_dir)
     assert "critic_loss" not in trained(trainer, trainers.make_batch(0))
-    before = critic_of(trainer).state.tensors()
+    before = state_of(trainer)
     assert "critic_loss" in trained(trainer, trainers.make_batch(1, step=1, envs=("none", "other")))
-    after = critic_of(trainer).state.tensors()
+    after = state_of(trainer)
     assert not torch.equal(before["value"], after["value"])
 
 
@@ -297,13 +298,13 @@ def test_each_strategy_costs_the_passes_that_it_needs(
 ) -> None:
     config = changed(trainers.make_config(advantage="gae"), "buffer", sample=sample)
     trainer = Trainer(config, model_dir)
-    before = critic_of(trainer).state.tensors()
+    before = state_of(trainer)
     reply = trainer.handle(Measure(step=0, part=0, groups=trainers.make_batch(5).groups))
     assert isinstance(reply, Measured), reply
     for group in reply.groups:
         values = msgspec.structs.asdict(group)
         assert {name for name, value in values.items() if value is not None} == names
-    assert same(critic_of(trainer).state.tensors(), before)
+    assert same(state_of(trainer), before)
 
 
 def test_td_errors_that_are_no_numbers_are_answered(model_dir: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from torch.nn import functional
 
-from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
+from rollweave.train.functions import linear, rms_norm, rotate, swiglu_linear, token_logprobs
 from tests.support.properties import examples
 from tests.train.compare import assert_equal, randn
 
@@ -31,11 +31,24 @@ def test_rms_norm(rows: int, heads: int, size: int, seed: int) -> None:
 
 @settings(max_examples=examples(20))
 @given(rows=st.integers(1, 5), size=st.integers(1, 9), seed=st.integers(0, 9))
-def test_swiglu(rows: int, size: int, seed: int) -> None:
-    def plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return functional.silu(gate) * up
+def test_swiglu_linear(rows: int, size: int, seed: int) -> None:
+    def plain(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.linear(functional.silu(gate) * up, weight)
 
-    assert_equal(swiglu, plain, randn(seed, rows, size) * 4, randn(seed + 1, rows, size))
+    gate, up, weight = randn(seed, rows, size) * 4, randn(seed + 1, rows, size), randn(2, 3, size)
+    assert_equal(swiglu_linear, plain, gate, up, weight)
+    assert_equal(linear, functional.linear, up, weight)
+
+
+def test_gradients_of_several_passes_add_up() -> None:
+    gate, up, weight = randn(2, 5, 4), randn(3, 5, 4), randn(4, 3, 4)
+    ours, plain = (torch.nn.Parameter(weight.clone()) for _ in range(2))
+    for _ in range(3):
+        (linear(gate, ours).sin() + swiglu_linear(gate, up, ours)).sum().backward()
+        product = functional.silu(gate) * up
+        (functional.linear(gate, plain).sin() + product @ plain.T).sum().backward()
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad)
 
 
 def test_rotate() -> None:
@@ -43,7 +56,7 @@ def test_rotate() -> None:
     turns = torch.complex(angle.cos(), angle.sin())
 
     def plain(x: torch.Tensor) -> torch.Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
+        even, odd = x.chunk(2, -1)
         turned = torch.stack(
             [even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1
         )

@@ -68,7 +68,8 @@ def test_named_state_loads_into_another_optimizer() -> None:
     other, fresh = model_and_optimizer()
     step(model, optimizer, 0)
     other.load_state_dict(model.state_dict())
-    load_optimizer_tensors(other, fresh, optimizer_tensors(model, optimizer))
+    tensors = {name: t.clone() for name, t in optimizer_tensors(model, optimizer).items()}
+    load_optimizer_tensors(other, fresh, tensors)
     for each in ((model, optimizer), (other, fresh)):
         step(*each, 1)
     assert torch.equal(model.weight, other.weight)  # type: ignore[arg-type]

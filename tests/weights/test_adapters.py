@@ -62,7 +62,7 @@ def test_memory_is_needed_for_three_versions_of_what_is_trained() -> None:
         ("bfloat16", "[lora]\nrank = 3", 2 * 195),
     ):
         config = loads(text.format(dtype, more))
-        need = published(config, SHAPE)
+        need = published(config, SHAPE, versions=3)
         assert (need.nbytes, need.on_device) == (3 * nbytes, False)
         assert relay_needs(config, SHAPE, stores=True) == [need, interpreter(setting="model")]
         assert relay_needs(config, SHAPE, stores=False) == [interpreter(setting="model")]

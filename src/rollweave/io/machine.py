@@ -22,6 +22,11 @@ BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 last is ARM's.
 """
 
+M_MMAP_THRESHOLD = -3  # <malloc.h>
+
+LARGE_BLOCK = 1 << 20
+"""Fewest bytes of memory that return to the system when they are freed."""
+
 NICENESS = 10
 """Niceness of a thread that yields, in addition to the niceness of its process: the
 thread gets a tenth of a core that another thread wants.
@@ -149,6 +154,15 @@ def give_back_memory(device: "torch.device") -> None:
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_freed_memory() -> None:
+    """Let this process return each large block to the system as soon as it is freed.
+    Otherwise glibc keeps blocks of up to 32 MiB, and loses what other sizes leave
+    between them.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def yield_to_others() -> None:

@@ -429,7 +429,7 @@ class AgentEnded(TaggedStruct, frozen=True, kw_only=True):
 RayReport = RayConnected | RayFailed | AgentPending | AgentEnded
 
 
-PROCESS_BYTES = 450 << 20
+PROCESS_BYTES = 400 << 20
 """Memory of an interpreter that has imported torch and transformers, and has computed:
 350 to 450 MB were measured on a CPU.
 """

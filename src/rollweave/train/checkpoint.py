@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,11 @@ def save(
     export_from: Path | None = None,
     export_dtype: torch.dtype,
     adapted: Adapted | None = None,
+    on_written: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a
-    Hugging Face checkpoint to `path/hf`. All `ranks` call it.
+    Hugging Face checkpoint to `path/hf`. All `ranks` call it. After `on_written` is
+    called, the tensors of trained state are not read any more.
 
     The tensors of `adapted` are adapters, which are also exported separately, to
     `path/adapter`.
@@ -151,6 +153,7 @@ def save(
         with new_directory(path) as directory:
             for name, tensors in checkpoint.sharded().items():
                 _save_tensors(tensors, directory / file_of(name))
+            on_written()
             finish(directory, {})
         return
 

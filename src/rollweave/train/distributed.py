@@ -298,17 +298,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def host_copy(
+def on_cpu(
     value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor, split: "Split | None" = None
 ) -> torch.Tensor:
-    """Copy a value that belongs to the parameter `like` to the CPU. It is a shard if
-    `like` is sharded, or a scalar. If the parameter is divided by `split`, the copy has
-    rows of the full parameter.
+    """Return a value that belongs to the parameter `like` on the CPU: itself if it is
+    there, or a copy. It is a shard if `like` is sharded, or a scalar. If the parameter
+    is divided by `split`, it has rows of the full parameter.
     """
     if not (is_sharded(like) and value.dim()):
-        return local_tensor(value).to("cpu", copy=True)
-    copy = to_rows(local_tensor(value), split, ranks).to("cpu", copy=True)
-    return _shard_of_rows(copy, full_shape(like.shape, split, ranks), ranks, split)
+        return local_tensor(value).cpu()
+    rows = to_rows(local_tensor(value), split, ranks).cpu()
+    return _shard_of_rows(rows, full_shape(like.shape, split, ranks), ranks, split)
 
 
 def empty_shard(

@@ -8,8 +8,7 @@ computes keys and values for all rows but everything else only for the predictin
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -27,10 +26,10 @@ from rollweave.train.distributed import (
     own_rows,
     shard_model,
 )
-from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
+from rollweave.train.functions import linear, rms_norm, rotate, swiglu_linear, token_logprobs
 from rollweave.train.lora import AdaptedLinear, NewAdapters
 from rollweave.train.needs import MAX_LOGITS
-from rollweave.train.packing import Packed, to_grid
+from rollweave.train.packing import Grid, Packed, to_grid
 from rollweave.weights.adapters import layer_of
 from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_shape, read_sizes
 from rollweave.weights.views import StoredTensors
@@ -42,8 +41,8 @@ class RotaryTables:
     grid.
     """
 
-    rotations: torch.Tensor  # [1, T, D / 2]
-    query_rotations: torch.Tensor  # [B, Q, D / 2]
+    rotations: torch.Tensor  # [1, T, 1, D / 2]
+    query_rotations: torch.Tensor  # [B, Q, 1, D / 2]
 
 
 class RmsNorm(nn.Module):
@@ -89,56 +88,39 @@ class Attention(nn.Module):
         """
         few = last and keeps_scores(x)
         keys, queries = packed.keys, packed.queries if few else packed.keys
-        device, dim = x.device, self.head_dim
-        key_value = [(self.k_proj, _pair_order(self.kv_heads, dim, device)), (self.v_proj, None)]
-        if few:
-            query = [(self.q_proj, _pair_order(self.heads, dim, device))]
-            q = to_grid(
-                _fused_linear(x.index_select(0, packed.predicting), query),
-                queries,
-                packed.predicting,
-            )
-            q = self._normalize_and_rotate(
-                torch.unflatten(q, -1, (-1, dim)), self.heads, rotary.query_rotations
-            )
-            kv = torch.unflatten(to_grid(_fused_linear(x, key_value), keys, None), -1, (-1, dim))
-            k = self._normalize_and_rotate(kv[:, :, : self.kv_heads], 0, rotary.rotations)
-        else:
-            every = [(self.q_proj, _pair_order(self.heads, dim, device)), *key_value]
-            kv = torch.unflatten(to_grid(_fused_linear(x, every), keys, None), -1, (-1, dim))
-            qk = self._normalize_and_rotate(
-                kv[:, :, : self.heads + self.kv_heads], self.heads, rotary.rotations
-            )
-            q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
+        asking, places = (
+            (x.index_select(0, packed.predicting), packed.predicting) if few else (x, None)
+        )
+        q = self._heads(asking, self.q_proj, queries, places)
+        k, v = (self._heads(x, layer, keys, None) for layer in (self.k_proj, self.v_proj))
+        rotations = rotary.query_rotations if few else rotary.rotations
+        q = _normalize_and_rotate(q, self.q_norm, rotations)
+        k = _normalize_and_rotate(k, self.k_norm, rotary.rotations)
         positions = queries.positions if few else None
-        out = attend(
-            q, k, kv[:, :, -self.kv_heads :], positions, max_scores=self.max_scores
-        ).reshape(len(q) * q.shape[1], -1)
+        out = attend(q, k, v, positions, max_scores=self.max_scores).reshape(
+            len(q) * q.shape[1], -1
+        )
         if not queries.dense:
             out = out.index_select(0, queries.flat)
         if last and not few:
             out = out.index_select(0, packed.predicting)
-        return _fused_linear(out, [(self.o_proj, None)])
+        return _linear(out, self.o_proj)
 
-    def _normalize_and_rotate(
-        self, x: torch.Tensor, queries: int, rotations: torch.Tensor
+    def _heads(
+        self, x: torch.Tensor, layer: nn.Linear, grid: Grid, places: torch.Tensor | None
     ) -> torch.Tensor:
-        """Normalize (if the architecture does) and rotate heads [B, W, heads, D], in
-        pairs; `queries` of the heads are queries and the others keys.
+        """Return the outputs of a projection in a grid, by head: [B, W, heads, D]."""
+        return torch.unflatten(to_grid(_linear(x, layer), grid, places), -1, (-1, self.head_dim))
 
-        The rotation to their positions is `rotations` [1 or B, W, D / 2].
-        """
-        heads = x.shape[-2]
-        if self.q_norm is not None and self.k_norm is not None:
-            order = _pair_order(1, self.head_dim, x.device)
-            rows = [
-                self.q_norm.weight[order].expand(queries, -1),
-                self.k_norm.weight[order].expand(heads - queries, -1),
-            ]
-            x = rms_norm(x.float(), torch.cat(rows).float(), self.q_norm.eps).to(x.dtype)
-        # With tables as wide as the rows, one loop runs over all heads.
-        rotated = rotate(x.float().flatten(-2), rotations.repeat(1, 1, heads))
-        return rotated.to(x.dtype).view(x.shape)
+
+def _normalize_and_rotate(
+    x: torch.Tensor, norm: RmsNorm | None, rotations: torch.Tensor
+) -> torch.Tensor:
+    """Normalize (if the architecture does) heads [B, W, heads, D], and rotate them to
+    their positions by `rotations` [1 or B, W, 1, D / 2], in pairs.
+    """
+    x = x if norm is None else norm(x)
+    return rotate(x.float(), rotations).to(x.dtype)
 
 
 class Mlp(nn.Module):
@@ -153,8 +135,11 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # as one product, both would need a copy of their weights in each pass
-        gate, up = (_fused_linear(x, [(layer, None)]) for layer in (self.gate_proj, self.up_proj))
-        return _fused_linear(swiglu(gate, up), [(self.down_proj, None)])
+        gate, up = (_linear(x, layer) for layer in (self.gate_proj, self.up_proj))
+        down = self.down_proj
+        if isinstance(down, AdaptedLinear) or down.bias is not None:
+            return _linear(functional.silu(gate) * up, down)
+        return swiglu_linear(gate, up, down.weight.to(x.dtype))
 
 
 class Layer(nn.Module):
@@ -298,15 +283,14 @@ class Model(nn.Module):
     def _head(
         self, x: torch.Tensor, labels: torch.Tensor, temperature: float, reference: Reference | None
     ) -> Scores:
-        logits = _fused_linear(x, [(self.lm_head, None)])
         other = None if reference is None else reference.hidden @ reference.head.T
-        return scores_of(logits, labels, temperature, other)
+        return scores_of(_linear(x, self.lm_head), labels, temperature, other)
 
     def _rotary(self, packed: Packed, x: torch.Tensor) -> RotaryTables:
         length = packed.keys.positions.shape[1]
         positions = torch.arange(length, device=x.device)
         angles = positions[:, None].float() * torch.tensor(self.shape.inv_freq, device=x.device)
-        rotations = torch.polar(torch.ones_like(angles), angles)[None]
+        rotations = torch.polar(torch.ones_like(angles), angles)[None, :, None]
         return RotaryTables(
             rotations=rotations, query_rotations=rotations[0][packed.queries.positions]
         )
@@ -349,7 +333,9 @@ def scores_of(
     reference_logits: torch.Tensor | None,
 ) -> Scores:
     """Return the scores of logits [M, V], and their distance from a reference's."""
-    logits = logits.float() / temperature
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
     logprobs, entropy = token_logprobs(logits, labels)
     if reference_logits is None:
         return Scores(logprobs, entropy, torch.zeros_like(entropy))
@@ -424,45 +410,9 @@ def load_as(
     return model
 
 
-def _fused_linear(
-    x: torch.Tensor, layers: Sequence[tuple[nn.Linear, torch.Tensor | None]]
-) -> torch.Tensor:
-    """Apply several linear layers to the same input as one product, each with its
-    outputs in the given order: [N, sum of outs].
-    """
-    weights = [
-        layer.weight if order is None else layer.weight.index_select(0, order)
-        for layer, order in layers
-    ]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    bias = None
-    if layers[0][0].bias is not None:
-        biases = [
-            layer.bias if order is None else layer.bias.index_select(0, order)
-            for layer, order in layers
-        ]
-        bias = torch.cat(biases).to(x.dtype)
-    out = functional.linear(x, weight.to(x.dtype), bias)
-    if not any(isinstance(layer, AdaptedLinear) for layer, _ in layers):
-        return out
-    return out + torch.cat([_adapter(layer, x, order) for layer, order in layers], -1)
-
-
-def _adapter(layer: nn.Linear, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Return the adapter's term in a layer's outputs: 0 without an adapter."""
-    if not isinstance(layer, AdaptedLinear):
-        return x.new_zeros(len(x), layer.out_features)
-    added = layer.adapter(x)
-    return added if order is None else added.index_select(-1, order)
-
-
-@functools.cache
-def _pair_order(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Return the order of a projection's outputs that places the two numbers mixed by a
-    rotation side by side.
-
-    Checkpoints store them half a head apart. Queries and keys in the same order have
-    the same products.
-    """
-    one = torch.arange(head_dim).view(2, -1).t().flatten()
-    return (torch.arange(heads)[:, None] * head_dim + one).flatten().to(device)
+def _linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    """Apply a linear layer, with its adapter if there is one, to x [N, H]."""
+    out = linear(x, layer.weight.to(x.dtype))
+    if layer.bias is not None:
+        out = out + layer.bias.to(x.dtype)
+    return out + layer.adapter(x) if isinstance(layer, AdaptedLinear) else out

@@ -31,13 +31,16 @@ CACHE_TOKENS = 2048
 the cache (1.6 times slower at 16384).
 """
 
-LOGIT_COPIES = 3
-"""Number of float32 tensors as large as the logits: the logits, the exponentials, and
-the gradient.
-"""
+LOGIT_COPIES = 2
+"""Number of float32 tensors as large as the logits: the log-probs, and the gradient."""
 
 MASTER_BYTES = NUMBER_BYTES["float32"]
 """Bytes of a number of the trainer's weights, gradients and moments."""
+
+PUBLISHED = 2
+"""Number of weight versions that the trainer keeps, usually: the one that engines have,
+and the next one.
+"""
 
 STATE = ("weights", "optimizer", "reference", "critic")
 """The uses of memory that leave the devices while the engines of a colocated run have
@@ -61,17 +64,18 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
     trains = bool(config.run.steps or config.warmup.steps)  # an evaluation does not
     # a failed batch is undone
     undoable = 3 * shard if trainer.epochs * trainer.minibatches > 1 else 0
-    # it is made between two steps, on a CPU in the memory that the activations left
-    copied = 3 * shard if on_gpu else max(0, 3 * shard - passes)
+    kl = bool(config.algorithm.kl)
+    copied = 3 * shard * on_gpu  # on a CPU, it is written from the state itself
+    # the weights map the newest version until the update, which then drops gradients
+    mapped = not (on_gpu or kl or undoable) and trainer.ranks == 1
+    mapped = mapped and NUMBER_BYTES[config.model.dtype] == MASTER_BYTES
     needs = [
         need(what="weights", nbytes=model),
         need(what="gradients", nbytes=shard),
         need(what="optimizer", nbytes=2 * shard, on_device=on_device, setting=optimizer),
         need(what="activations", nbytes=passes * trains, setting="trainer.micro_tokens"),
         # while it computes with a reference, a rank sets its own weights aside
-        need(
-            what="reference", nbytes=2 * shard * bool(config.algorithm.kl), setting="algorithm.kl"
-        ),
+        need(what="reference", nbytes=2 * shard * kl, setting="algorithm.kl"),
         # with its gradients and the state of its optimizer
         need(what="critic", nbytes=4 * shard * config.has_critic, setting="algorithm.advantage"),
         need(what="copy of the state", nbytes=undoable, setting="trainer.minibatches"),
@@ -79,7 +83,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
         need(what="copy for a checkpoint", nbytes=copied, on_device=False),
     ]
     if rank == 0:
-        needs.append(published(config, shape))
+        needs.append(published(config, shape, versions=PUBLISHED - mapped))
     if trainer.colocated:
         needs = list(_in_turn(needs, on_gpu=on_gpu))
         if on_gpu and trainer.ranks > 1:  # shards are made on the device, and leave it
@@ -171,19 +175,18 @@ def layer_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     sequences of `longest` tokens, computed in numbers of `width` bytes.
 
     The factors count the numbers that autograd keeps for one token in one layer, and
-    for the weights that it concatenates or converts for a product. The factors of
-    shorter formats count numbers kept in float32, such as the inputs of norms, twice.
+    for the weights that it converts for a product. The factors of shorter formats count
+    numbers kept in float32, such as the inputs of norms, twice.
     """
     hidden, ffn, layers = shape.hidden, shape.ffn, shape.layers
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    copied = hidden * (q + 2 * kv)
     # attention weights, on a CPU without blocks of later keys below the last layer
     scores = longest + (layers - 1) * longest * 5 // 8 if on_cpu else longest * layers
     if width == MASTER_BYTES:
-        row = 4 * hidden + 6 * q + 4 * kv + 3 * ffn
+        row, copied = 4 * hidden + 5 * q + 2 * kv + 2 * ffn, 0
     else:
-        row = 6 * hidden + 6 * q + 5 * kv + 3 * ffn
-        copied += hidden * (q + 3 * ffn)
+        row = 6 * hidden + 4 * q + 3 * kv + 2 * ffn
+        copied = hidden * (2 * q + 2 * kv + 3 * ffn)
         if on_cpu:  # attention computes in float32
             row += 4 * q + 2 * kv
         else:

@@ -6,7 +6,7 @@ write into it. If there are several groups, on several hosts, each publishes a p
 the version, and relays put the parts together (`weights/relay`). Ranks that divide a
 tensor by columns exchange its rows first. Invariants: every byte is written once;
 either all ranks get the manifest or all raise the same `TrainerError`, and earlier
-versions stay published.
+versions that are needed stay published.
 """
 
 import collections
@@ -24,7 +24,14 @@ from rollweave.train.distributed import RankGroup, local_tensor, published_rows,
 from rollweave.train.state import trained_parameters
 from rollweave.train.tensor_parallel import division_of
 from rollweave.weights.memory import Ranges, combined_digest
-from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
+from rollweave.weights.publication import (
+    Draft,
+    DraftHandle,
+    PayloadWriter,
+    Publisher,
+    lay_out,
+    read_tensors,
+)
 from rollweave.weights.staging import Staging
 from rollweave.weights.views import Part, StoredTensors
 
@@ -61,6 +68,9 @@ class WeightPublisher:
         self._ranks = ranks
         self._dtype = dtype
         self._staging = Staging(device)
+        alone = (device.type, ranks.world_size, dtype) == ("cpu", 1, torch.float32)
+        self._alike = alone and (stored is None or stored.is_identical)
+        """Whether a version has the bytes of the weights, in the host's memory."""
         self._owners: list[int] = []
         """Owner of the payload of each rank; empty before the first publication."""
         self._publisher: Publisher | None = None
@@ -89,13 +99,18 @@ class WeightPublisher:
             error = self._write_slices(metas, draft, handle)
             self._raise_together(error, command)
             finishing, draft = draft, None
-            own, error = self._finish(finishing, command)
+            own, error = self._finish(finishing)
             manifests = self._ranks.all_gather(own)
             self._raise_together(error, command)
         finally:
             if draft is not None:
                 draft.abandon()
-        return _combined([manifest for manifest in manifests if manifest is not None])
+        combined = _combined([manifest for manifest in manifests if manifest is not None])
+        if self._alike:
+            # a private mapping: it needs no memory until the next update writes to it
+            for name, tensor in read_tensors(combined).items():
+                self._parameters[name].data = tensor
+        return combined
 
     def close(self) -> None:
         """Release the published versions."""
@@ -142,6 +157,7 @@ class WeightPublisher:
                 publication_id=command.publication_id,
                 ranges=self._part(metas),
                 rank=self._ranks.rank,
+                needed=command.keep,
             ), ""
         except RollweaveError as error:
             return None, str(error)
@@ -183,12 +199,12 @@ class WeightPublisher:
             if draft is None and writer is not None:
                 writer.close()
 
-    def _finish(self, draft: Draft | None, command: Publish) -> tuple[WeightManifest | None, str]:
+    def _finish(self, draft: Draft | None) -> tuple[WeightManifest | None, str]:
         """Return the manifest of this rank's payload, if it owns one, or the error."""
         if self._publisher is None or draft is None:
             return None, ""
         try:
-            return self._publisher.finish(draft, needed=command.keep), ""
+            return self._publisher.finish(draft), ""
         except RollweaveError as error:
             return None, str(error)
 

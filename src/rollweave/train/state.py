@@ -23,9 +23,9 @@ from rollweave.train.distributed import (
     ALONE,
     RankGroup,
     from_rows,
-    host_copy,
     is_sharded,
     local_tensor,
+    on_cpu,
     placed_like,
 )
 from rollweave.train.tensor_parallel import division_of, total_norm
@@ -75,14 +75,18 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
         load_clones(model, own)
 
 
-def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
-    """Return copies of the trained parameters (of this rank's shards) by transformers'
-    names, on the CPU; a tied head appears once, as the embedding.
+def named_tensors(
+    model: nn.Module, ranks: RankGroup, values: Sequence[torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the trained parameters (of this rank's shards), or `values` from
+    `clone_parameters`, by transformers' names, on the CPU: themselves, or copies of
+    what is on a GPU; a tied head appears once, as the embedding.
     """
-    splits = division_of(model).splits
+    parameters, splits = trained_parameters(model), division_of(model).splits
+    chosen = parameters.values() if values is None else values
     return {
-        name: host_copy(parameter, ranks, like=parameter, split=splits.get(name))
-        for name, parameter in trained_parameters(model).items()
+        name: on_cpu(value, ranks, like=parameter, split=splits.get(name))
+        for (name, parameter), value in zip(parameters.items(), chosen, strict=True)
     }
 
 
@@ -120,9 +124,9 @@ def own_part(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     return from_rows(local_tensor(value), value.shape[0], split, division.ranks)
 
 
-class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with its moments in the host's memory. The moments of one parameter at a
-    time are moved to its device, for its step.
+class FrugalAdamW(torch.optim.AdamW):
+    """AdamW that updates one parameter after the other, and drops each gradient then:
+    updated weights may need new memory (`train/publishing`).
     """
 
     @torch.no_grad()
@@ -134,15 +138,25 @@ class OffloadedAdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     group["params"] = [parameter]
                     self._step_alone(parameter)
+                    parameter.grad = None
         finally:
             group["params"] = parameters
+
+    def _step_alone(self, parameter: nn.Parameter) -> None:
+        super().step()
+
+
+class OffloadedAdamW(FrugalAdamW):
+    """AdamW with its moments in the host's memory. The moments of one parameter at a
+    time are moved to its device, for its step.
+    """
 
     def _step_alone(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         kept = {key: state[key] for key in MOMENTS if key in state}
         for key, moment in kept.items():
             state[key] = placed_like(moment, parameter)
-        super().step()
+        super()._step_alone(parameter)
         for key in MOMENTS:
             moment = local_tensor(state[key])
             state[key] = kept[key].copy_(moment) if key in kept else on_host(moment)
@@ -158,8 +172,11 @@ def new_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> tor
     """Return AdamW of the trained parameters, with its moments in the host's memory if
     that is configured.
     """
-    kind = OffloadedAdamW if "optimizer" in trainer.save_memory else torch.optim.AdamW
-    parameters = trained_parameters(model).values()
+    parameters = list(trained_parameters(model).values())
+    frugal = all(parameter.device.type == "cpu" for parameter in parameters)
+    kind = FrugalAdamW if frugal else torch.optim.AdamW
+    if "optimizer" in trainer.save_memory:
+        kind = OffloadedAdamW
     return kind(parameters, lr=lr, betas=BETAS, weight_decay=trainer.weight_decay, fused=True)
 
 
@@ -235,17 +252,15 @@ class Snapshot:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup = ALONE
 ) -> dict[str, torch.Tensor]:
-    """Return copies of the optimizer's state (of this rank's shards) by
-    `<moment>.<parameter>` and `step.<parameter>`, on the CPU.
+    """Return the optimizer's state (of this rank's shards) by `<moment>.<parameter>`
+    and `step.<parameter>`, on the CPU: itself, or copies of what is on a GPU.
     """
     tensors: dict[str, torch.Tensor] = {}
     splits = division_of(model).splits
     for name, parameter in trained_parameters(model).items():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            tensors[f"{key}.{name}"] = host_copy(
-                value, ranks, like=parameter, split=splits.get(name)
-            )
+            tensors[f"{key}.{name}"] = on_cpu(value, ranks, like=parameter, split=splits.get(name))
     return tensors
 
 
@@ -302,11 +317,11 @@ class TrainedState:
             before.restore(self._model, self.optimizer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the weights (of this rank's shards), on the CPU."""
+        """Return the weights as `named_tensors` does."""
         return named_tensors(self._model, self._ranks)
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the optimizer's state, on the CPU."""
+        """Return the optimizer's state as the function `optimizer_tensors` does."""
         return optimizer_tensors(self._model, self.optimizer, self._ranks)
 
     def load(

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rollweave.io.machine import computed_dtype, device_named
+from rollweave.io.machine import computed_dtype, device_named, return_freed_memory
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
@@ -66,6 +66,9 @@ EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, Arith
 the process.
 """
 
+WRITE_S = 1800.0
+"""Maximum seconds for which an update waits for a checkpoint of the state before it."""
+
 
 class Trainer:
     """Holds the model, the optimizer and the step.
@@ -87,6 +90,7 @@ class Trainer:
         Raises `TrainerError` for a model that it cannot train.
         """
         torch.set_num_threads(TRAINER_THREADS)
+        return_freed_memory()
         self._config = config
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -111,6 +115,10 @@ class Trainer:
             for name, each in trained_parameters(self._model).items()
         )
         trainer = config.trainer
+        self._written = threading.Event()
+        """Set unless a checkpoint is still to be written from the state itself."""
+        self._written.set()
+        self._copies = device.type != "cpu" and "optimizer" not in trainer.save_memory
         self._state = TrainedState(self._model, trainer, ranks, device, on_device=not alone)
         self._passes = Passes(
             self._model,
@@ -134,6 +142,9 @@ class Trainer:
             if config.has_critic
             else None
         )
+        self._states = [self._state, *([] if self._critic is None else [self._critic.state])]
+        for state in self._states:
+            state.optimizer.register_step_pre_hook(lambda *_: self._await_written())
         if trainer.colocated and not alone:
             self._leave()
         self._step = 0
@@ -224,6 +235,8 @@ class Trainer:
             rows = self._critic.estimated(batch, rows)
         if self._config.algorithm.kl and self._reference is None:
             self._reference = clone_parameters(self._model)
+        if self._reference is not None:
+            self._await_written()  # the update sets the weights aside
         update = Update(
             self._config,
             self._passes,
@@ -300,12 +313,11 @@ class Trainer:
         copy is kept only if there are several minibatches.
         """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
-        states = [self._state, *([] if self._critic is None else [self._critic.state])]
-        before = [state.snapshot() if several else None for state in states]
+        before = [state.snapshot() if several else None for state in self._states]
         try:
             yield
         except BaseException:
-            for state, snapshot in zip(states, before, strict=True):
+            for state, snapshot in zip(self._states, before, strict=True):
                 state.undo(snapshot)
             raise
 
@@ -343,6 +355,8 @@ class Trainer:
         if self._writer is not None and not self._ranks.is_first:
             self._writer.join()  # the first rank has finished the previous checkpoint
         if command.background:
+            if not self._copies:
+                self._written.clear()
             self._unwritten = (command, state, started)
             return Copied(path=command.path, copy_s=time.perf_counter() - started)
         if error := self._write(command, state):
@@ -350,8 +364,9 @@ class Trainer:
         return Saved(path=command.path, save_s=time.perf_counter() - started)
 
     def _copy(self) -> checkpoint.Checkpoint:
-        """Copy this rank's part of the state. Raises `TrainerError` if no state can be
-        saved now.
+        """Return this rank's part of the state: copies of what is not on the CPU, and
+        the rest itself, for whose writing updates wait. Raises `TrainerError` if no
+        state can be saved now.
         """
         if self._parts_done:
             raise TrainerError(
@@ -423,12 +438,21 @@ class Trainer:
                 export_from=source,
                 export_dtype=self._dtype,
                 adapted=None if lora is None else checkpoint.Adapted(lora, self._model.stored),
+                on_written=self._written.set,
             )
         except EXPECTED as problem:
             return _error_text(problem)
+        finally:
+            self._written.set()
         return ""
 
+    def _await_written(self) -> None:
+        """Wait until the state may change. Raises `TrainerError` if it takes long."""
+        if not self._written.wait(WRITE_S):
+            raise TrainerError(f"the checkpoint before step {self._step} takes over {WRITE_S:g} s")
+
     def _restore(self, path: Path) -> Restored:
+        self._await_written()
         state = checkpoint.load(path, ranks=self._ranks, splits=self._division.splits)
         reference: list[torch.Tensor] | None = None
         if state.reference is not None:
@@ -449,8 +473,7 @@ class Trainer:
     def _named_reference(self) -> dict[str, torch.Tensor] | None:
         if self._reference is None:
             return None
-        with swapped_weights(self._model, self._reference):
-            return named_tensors(self._model, self._ranks)
+        return named_tensors(self._model, self._ranks, self._reference)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

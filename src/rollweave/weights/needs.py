@@ -9,7 +9,7 @@ from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape
 
 PUBLICATIONS = 3
-"""Number of weight versions that the trainer and each relay keep, usually."""
+"""Number of weight versions that a relay keeps, usually."""
 
 PACKED_WEIGHTS = 1 << 22
 """Fewest weights of an output head that an engine on a CPU keeps in oneDNN's layout,
@@ -32,12 +32,10 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
     return sum(map(math.prod, adapter_sizes(shape, config.lora).values()))
 
 
-def published(config: RunConfig, shape: ModelShape) -> Need:
-    """Return the need of the versions that are kept in a host's memory."""
+def published(config: RunConfig, shape: ModelShape, *, versions: int) -> Need:
+    """Return the need of so many versions that are kept in a host's memory."""
     each = trained_parameters(config, shape) * NUMBER_BYTES[config.model.dtype]
-    return Need(
-        what="published weights", nbytes=PUBLICATIONS * each, on_device=False, setting="model"
-    )
+    return Need(what="published weights", nbytes=versions * each, on_device=False, setting="model")
 
 
 def relay_needs(config: RunConfig, shape: ModelShape, *, stores: bool) -> list[Need]:
@@ -45,5 +43,5 @@ def relay_needs(config: RunConfig, shape: ModelShape, *, stores: bool) -> list[N
     any. On the trainer's host a relay maps the trainer's memory, and on a host without
     engines it stores none.
     """
-    versions = [published(config, shape)] if stores else []
+    versions = [published(config, shape, versions=PUBLICATIONS)] if stores else []
     return [*versions, interpreter(setting="model")]

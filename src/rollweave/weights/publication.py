@@ -263,8 +263,8 @@ class Publisher:
         """Publish `tensors`, and close every other publication whose id is not in
         `needed`. If `needed` is None, close the oldest publications.
         """
-        new = publish(tensors, version=version, publication_id=publication_id)
-        return self._retain(new, needed)
+        self._close_all_but(needed)
+        return self._added(publish(tensors, version=version, publication_id=publication_id))
 
     def draft(
         self,
@@ -274,12 +274,14 @@ class Publisher:
         publication_id: int,
         ranges: Sequence[tuple[int, int]] | None = None,
         rank: int = 0,
+        needed: Collection[int] | None = None,
     ) -> Draft:
         """Allocate memory for a version, or part of a version, that is written slice by
-        slice.
+        slice, after closing publications like `publish`.
 
         Raises `WeightsError`.
         """
+        self._close_all_but(needed)
         return Draft(
             metas,
             version=version,
@@ -288,16 +290,17 @@ class Publisher:
             rank=rank,
         )
 
-    def finish(self, draft: Draft, *, needed: Collection[int] | None = None) -> WeightManifest:
-        """Publish a completely written draft, like `publish`. Raises `WeightsError`."""
-        return self._retain(draft.finish(), needed)
+    def finish(self, draft: Draft) -> WeightManifest:
+        """Publish a completely written draft. Raises `WeightsError`."""
+        return self._added(draft.finish())
 
     def close(self) -> None:
         """Close every publication."""
         while self._open:
             self._open.pop().close()
 
-    def _retain(self, new: Publication, needed: Collection[int] | None) -> WeightManifest:
+    def _close_all_but(self, needed: Collection[int] | None) -> None:
+        """Close what is not needed before memory for a new version is allocated."""
         last = self._open[1 - self._keep :] if self._keep > 1 else []
         kept = (
             last
@@ -307,7 +310,10 @@ class Publisher:
         for old in self._open:
             if old not in kept:
                 old.close()
-        self._open = [*kept, new]
+        self._open = [*kept]
+
+    def _added(self, new: Publication) -> WeightManifest:
+        self._open.append(new)
         return new.manifest
 
 

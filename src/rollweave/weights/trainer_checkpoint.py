@@ -67,10 +67,11 @@ class SavedTensors:
     def __init__(self, files: Iterable[Path]) -> None:
         self.shards: dict[str, list[Shard]] = {}
         self._open = contextlib.ExitStack()
+        self._paths = [str(file) for file in files]
         self._files: list[Any] = []
         with contextlib.ExitStack() as opening:
-            for file in files:
-                opened = opening.enter_context(safe_open(str(file), framework="pt"))
+            for path in self._paths:
+                opened = opening.enter_context(safe_open(path, framework="pt"))
                 self._find(opened, number=len(self._files))
                 self._files.append(opened)
             self._open = opening.pop_all()
@@ -85,7 +86,9 @@ class SavedTensors:
         """Return a full tensor."""
         shards = self.shards[name]
         if shards[0].size == shards[0].shape:
-            whole: torch.Tensor = self._files[shards[0].file].get_tensor(name)
+            # from a mapping of its own, which ends with the tensor
+            with safe_open(self._paths[shards[0].file], framework="pt") as file:
+                whole: torch.Tensor = file.get_tensor(name)
             return whole
         tensor = torch.empty(shards[0].shape, dtype=shards[0].dtype)
         for shard in shards:

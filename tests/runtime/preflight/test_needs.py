@@ -82,11 +82,8 @@ def test_ranks_share_the_copy_for_a_checkpoint() -> None:
     assert one["copy for a checkpoint"] == 3 * one["weights"] == 2 * two["copy for a checkpoint"]
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 1000])
-def test_on_a_cpu_a_checkpoint_is_copied_into_the_memory_of_activations(tokens: int) -> None:
-    parts = rank(f"trainer.micro_tokens={tokens}", f"tasks.0.max_tokens={max(20, tokens)}")
-    together = parts["activations"] + parts.get("copy for a checkpoint", 0)
-    assert together == max(parts["activations"], 3 * parts["weights"])
+def test_on_a_cpu_nothing_is_copied_for_a_checkpoint() -> None:
+    assert "copy for a checkpoint" not in rank("algorithm.kl=0.1")
 
 
 def test_logits_are_those_of_the_tokens_that_may_be_sampled() -> None:
@@ -94,7 +91,7 @@ def test_logits_are_those_of_the_tokens_that_may_be_sampled() -> None:
     limits = ("tasks.0.max_tokens=100", "trainer.micro_tokens=1000", "tasks.0.max_turns=1")
     few, all_ = (rank(*limits, f"tasks.0.max_turn_tokens={count}") for count in (10, 100))
     logits = logit_bytes(1000, SMALL.vocab) - logit_bytes(100, SMALL.vocab)
-    assert all_["activations"] - few["activations"] == logits == 900 * SMALL.vocab * 4 * 3
+    assert all_["activations"] - few["activations"] == logits == 900 * SMALL.vocab * 4 * 2
 
 
 def test_what_saves_the_trainers_memory() -> None:
@@ -122,7 +119,7 @@ def test_adapters_have_gradients_and_moments_and_the_model_has_none() -> None:
     assert of_adapters == MASTER_BYTES * sum(each.numel() for each in trained)
     assert few["weights"] == whole["weights"] + of_adapters
     assert few["optimizer"] == 2 * of_adapters
-    assert few["published weights"] == PUBLICATIONS * of_adapters
+    assert few["published weights"] == of_adapters
     assert many["gradients"] == 2 * of_adapters
     assert rank("lora.targets=q_proj")["gradients"] < of_adapters
     assert rank("lora.rank=2", "algorithm.kl=0.1")["reference"] == 2 * of_adapters
@@ -158,16 +155,19 @@ def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
     half = "model.dtype=bfloat16"
     assert 2 * engine(half)["weights"] == engine()["weights"]
     assert rank(half)["weights"] == rank()["weights"]
-    assert 2 * rank(half)["published weights"] == rank()["published weights"]
+    # two versions of half the size; of the float32 ones the weights are a mapping
+    assert rank(half)["published weights"] == rank()["published weights"]
     assert 2 * SMALL.kv_bytes(2) == SMALL.kv_bytes(4)
 
 
 def test_only_the_first_rank_and_the_relays_of_other_hosts_keep_published_weights() -> None:
-    assert rank()["published weights"] == PUBLICATIONS * 4 * SMALL.parameters()
+    assert rank()["published weights"] == 4 * SMALL.parameters()
+    for setting in ("algorithm.kl=0.1", "trainer.minibatches=2", "trainer.ranks=2"):
+        assert rank(setting)["published weights"] == 2 * 4 * SMALL.parameters()
     assert "published weights" not in rank("trainer.ranks=2", number=1)
     beside = sizes(relay_needs(config(), SMALL, stores=False))
     other = sizes(relay_needs(config(), SMALL, stores=True))
-    assert other["published weights"] == rank()["published weights"]
+    assert other["published weights"] == PUBLICATIONS * 4 * SMALL.parameters()
     assert "published weights" not in beside
 
 
