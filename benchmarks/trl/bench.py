@@ -48,8 +48,8 @@ COMPARED: Mapping[str, str] = {"": "bounded", "_sync": "sync"}
 TRL = "trl"
 COMMON = (
     'algorithm={advantage="grpo"}',
-    "trainer.final_lr=1.0",
-    "trainer.warmup_steps=0",
+    "trainer.lr.final=1.0",
+    "trainer.lr.warmup=0",
     "eval.every=4",
     "eval.episodes=48",
     "eval.temperature=1.0",
@@ -206,7 +206,7 @@ def spec_of(config: RunConfig, directory: Path) -> TrlSpec:
         groups_per_step=config.rollout.groups_per_step,
         group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
-        lr=trainer.lr,
+        lr=trainer.peak_lr,
         betas=BETAS,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
