@@ -34,14 +34,14 @@ beside the new element.
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5)
 
 OWN_CASES = {
-    "_own_1e6": ("trainer.lr=1e-6",),
-    "_own_2e3": ("trainer.lr=2e-3",),
+    "_own_1e6": ("trainer.lr.peak=1e-6",),
+    "_own_2e3": ("trainer.lr.peak=2e-3",),
 }
 MODEL_CASES = {
-    "": ("trainer.lr=1e-6",),
-    "_1e5": ("trainer.lr=1e-5",),
-    "_lora_1e5": ("trainer.lr=1e-5", "lora.rank=16"),
-    "_lora_1e4": ("trainer.lr=1e-4", "lora.rank=16"),
+    "": ("trainer.lr.peak=1e-6",),
+    "_1e5": ("trainer.lr.peak=1e-5",),
+    "_lora_1e5": ("trainer.lr.peak=1e-5", "lora.rank=16"),
+    "_lora_1e4": ("trainer.lr.peak=1e-4", "lora.rank=16"),
 }
 
 

@@ -24,7 +24,7 @@ OWN_ALWAYS = (
     "run.checkpoint_every=1",
     "run.name=delta",
     "eval={final_episodes=0}",
-    "trainer.final_lr=1",
+    "trainer.lr.final=1",
 )
 
 

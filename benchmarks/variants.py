@@ -27,7 +27,7 @@ COMMON = (
     "run.steps=100",
     "run.name=variants",
 )
-LR = "trainer.lr=1e-2"
+LR = "trainer.lr.peak=1e-2"
 """Learning rate of adapters: three times that of all weights."""
 
 

@@ -46,7 +46,7 @@ ALWAYS = (
     "engines.max_slots=16",
     "rollout.mode=decoupled",
     "weights.relays=2",
-    "trainer.final_lr=1",
+    "trainer.lr.final=1",
 )
 
 
@@ -71,7 +71,7 @@ class SoakPlan:
 FULL = SoakPlan(
     settings=(
         "engines.count=4",
-        "trainer.lr=2e-3",
+        "trainer.lr.peak=2e-3",
         *slow_lake(0.1),
         "eval.every=10",
         "eval.episodes=32",

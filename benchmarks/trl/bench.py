@@ -48,8 +48,8 @@ TRL = "trl"
 GIB = 1 << 30
 COMMON = (
     'algorithm={advantage="grpo"}',
-    "trainer.final_lr=1.0",
-    "trainer.warmup_steps=0",
+    "trainer.lr.final=1.0",
+    "trainer.lr.warmup=0",
     "eval.every=4",
     "eval.episodes=48",
     "eval.temperature=1.0",

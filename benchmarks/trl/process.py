@@ -91,7 +91,7 @@ def spec_of(config: RunConfig, directory: Path) -> TrlSpec:
         groups_per_step=config.rollout.groups_per_step,
         group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
-        lr=trainer.lr,
+        lr=trainer.peak_lr,
         betas=BETAS,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,

@@ -27,7 +27,7 @@ FILES = ("examples/**/*.toml", "examples/**/*.py", "examples/**/*.yaml", "exampl
 """Files outside docs/ that the site has, too, under their own names."""
 
 SUBJECTS = {
-    "Training": ("train", "RunConfig", "Summary", "ConfigError", "RollweaveError"),
+    "Training": ("train", "RunConfig", "ConfigError", "RollweaveError"),
     "Environments": (
         "Env",
         "Observation",
@@ -63,6 +63,7 @@ SUBJECTS = {
     ),
     "What is recorded": ("Trajectory", "TokenSequence", "SegmentKind", "StopReason"),
     "Roles of your own": (
+        "role",
         "Cluster",
         "Worker",
         "WorkerError",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollweave.envs.handlers.base import Agent, AgentHandler, Job, Tool
     from rollweave.envs.handlers.toolbox import toolbox
     from rollweave.envs.handlers.tools import converse
+    from rollweave.envs.roles import role
     from rollweave.record.summary import Summary
     from rollweave.runtime.roles.cluster import Cluster
     from rollweave.runtime.roles.worker import Worker, register
@@ -72,7 +73,6 @@ __all__ = [
     "Split",
     "Step",
     "StopReason",
-    "Summary",
     "Task",
     "TokenSequence",
     "Tool",
@@ -84,6 +84,7 @@ __all__ = [
     "new_task",
     "payload_of",
     "register",
+    "role",
     "toolbox",
     "train",
 ]
@@ -103,7 +104,7 @@ _NAMES_OF = {
     "envs.handlers.base": ("Agent", "AgentHandler", "Job", "Tool"),
     "envs.handlers.toolbox": ("toolbox",),
     "envs.handlers.tools": ("converse",),
-    "record.summary": ("Summary",),
+    "envs.roles": ("role",),
     "runtime.roles.cluster": ("Cluster",),
     "runtime.roles.worker": ("Worker", "register"),
     "sandbox.base": ("SandboxSpec",),

@@ -25,7 +25,7 @@ def elastic(directory: Path) -> RunConfig:
     return located(
         directory,
         is_open=False,
-        workers={"count": 2, "minimum": 0},
+        workers={"count": {"minimum": 0, "maximum": 2}},
         rollout={"mode": "sync", "max_running": 4},
         steps=3,
     )

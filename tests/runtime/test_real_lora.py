@@ -22,7 +22,7 @@ EXACT = 1e-4
 
 def adapted(directory: Path, **sections: Any) -> RunConfig:
     # without an entropy bonus, groups of equal rewards would train nothing
-    usual = {"lora": {"rank": 4}, "trainer": {"lr": 3e-2, "warmup_steps": 0}}
+    usual = {"lora": {"rank": 4}, "trainer": {"lr": {"peak": 3e-2, "warmup": 0}}}
     sections = usual | {"algorithm": {"entropy": 0.1}} | sections
     return lake(directory, **sections)
 
@@ -60,7 +60,7 @@ def test_engines_of_a_colocated_run_take_adapters_into_new_memory(tmp_path: Path
     config = adapted(
         tmp_path,
         rollout={"mode": "sync"},
-        trainer={"lr": 3e-2, "warmup_steps": 0, "colocated": True},
+        trainer={"lr": {"peak": 3e-2, "warmup": 0}, "colocated": True},
     )
     assert train(config, inproc=True).error == ""
     assert max(gaps(config)) < EXACT

@@ -60,7 +60,7 @@ def striking(config: RunConfig, number: signal.Signals) -> Iterator[list[int]]:
 
     def strike() -> None:
         deadline = time.monotonic() + LIMIT_S
-        while len(places(config, "reset")) < config.workers.count and time.monotonic() < deadline:
+        while len(places(config, "reset")) < config.workers.maximum and time.monotonic() < deadline:
             time.sleep(0.01)
         struck.append(min(places(config, "reset")))
         os.kill(struck[0], number)

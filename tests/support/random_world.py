@@ -62,7 +62,7 @@ class World:
         self.changing_hosts = 0.0  # share of events after which a host is lost or joins
         self.own_machines = False  # hosts share no memory, and the trainer is lost with its host
         self.losing_workers = 0.0  # share of events after which a worker is lost
-        self.worker_epoch = {f"w{number}": 0 for number in range(config.workers.count)}
+        self.worker_epoch = {f"w{number}": 0 for number in range(config.workers.maximum)}
         self.worker_host = dict.fromkeys(self.worker_epoch, 0)
         self.ready_workers: set[str] = set()
         self.core = Core(config)

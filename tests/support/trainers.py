@@ -77,7 +77,9 @@ def make_config(
 ) -> RunConfig:
     """Build a configuration; `own` has the algorithms of further task domains."""
 
-    settings = {"lr": LR, "warmup_steps": 0, **(trainer or {})}
+    settings = {"lr": LR, **(trainer or {})}
+    if not isinstance(settings["lr"], dict):
+        settings["lr"] = {"peak": settings["lr"], "warmup": 0}
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "steps": steps},

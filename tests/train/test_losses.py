@@ -129,8 +129,7 @@ def algorithms(draw: st.DrawFn) -> AlgorithmConfig:
     return AlgorithmConfig(
         loss=loss,
         correction=draw(st.sampled_from(CORRECTIONS)),
-        clip_low=bounds[0] if bounds else None,
-        clip_high=bounds[1] if bounds else None,
+        clip=bounds,
         kl=draw(st.sampled_from([0.0, 0.3])),
         entropy=draw(st.sampled_from([0.0, 0.05])),
     )
@@ -306,7 +305,7 @@ def test_published_values_hold_where_nothing_is_set() -> None:
         "cispo": (1.0, 4.0, "token_mean"),
         "dppo": (0.2, 0.2, "token_mean"),
     }
-    own = AlgorithmConfig(loss="gspo", clip_low=0.0, aggregate="budget").loss_values
+    own = AlgorithmConfig(loss="gspo", clip=(0.0, 4e-4), aggregate="budget").loss_values
     assert own == (0.0, 4e-4, "budget")
 
 
@@ -408,7 +407,7 @@ def test_ages_are_shares_of_tokens() -> None:
 def test_the_kl_coefficient_is_constant_then_decreases_to_zero() -> None:
     constant = AlgorithmConfig(kl=0.1)
     assert [kl_coefficient(constant, step=step, steps=10) for step in (0, 5, 9)] == [0.1] * 3
-    falling = AlgorithmConfig(kl=0.1, kl_direction="forward")
+    falling = AlgorithmConfig(kl={"forward": 0.1})
     coefficients = [kl_coefficient(falling, step=step, steps=20) for step in range(20)]
     assert coefficients[:10] == pytest.approx([0.1] * 10)
     assert coefficients[15] == pytest.approx(0.1 / 3)

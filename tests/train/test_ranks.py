@@ -51,7 +51,7 @@ SMALL = {"minibatches": 2, "micro_tokens": 60}
 OFFLOADED = SMALL | {"save_memory": ["optimizer"]}
 LORA = CASE | {"lora": {"rank": 3, "alpha": 6.0}}
 OWN = {"other": {"advantage": "rloo"}}
-DOMAINS = {"trainer": SMALL, "loss": "gspo", "clip_low": 0.2, "clip_high": 0.3, "own": OWN}
+DOMAINS = {"trainer": SMALL, "loss": "gspo", "clip": (0.2, 0.3), "own": OWN}
 FAST = [
     ("native", 2, 1, {"trainer": OFFLOADED, "advantage": "gae", "kl": 0.1}),
     ("qwen3_moe", 2, 2, LORA),

@@ -160,7 +160,7 @@ def config_of(path: Path, *, replay: bool) -> RunConfig:
             "model": {"path": str(path)},
             "tasks": [{"env": "none", "max_tokens": 256}],
             "engines": [{"kind": "vllm", "python": "python3"}],
-            "trainer": {"lr": 1e-6, "warmup_steps": 0},
+            "trainer": {"lr": {"peak": 1e-6, "warmup": 0}},
             "algorithm": {"routing_replay": replay, "entropy": 1e-9},
         }
     )

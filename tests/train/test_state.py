@@ -21,17 +21,17 @@ from rollweave.train.state import (
 )
 
 
-def rates(steps: int, **trainer: float) -> list[float]:
-    config = TrainerConfig(lr=1.0, **trainer)  # type: ignore[arg-type]
+def rates(steps: int, **schedule: float) -> list[float]:
+    config = TrainerConfig(lr={"peak": 1.0, **schedule})  # type: ignore[typeddict-item]
     return [learning_rate(config, step=step, steps=steps) for step in range(steps)]
 
 
 def test_learning_rate() -> None:
-    assert rates(3, warmup_steps=0) == [1, 1, 1]
-    assert rates(5, warmup_steps=0, final_lr=0.0) == [1, 0.75, 0.5, 0.25, 0]
-    assert rates(7, warmup_steps=2, final_lr=0.2) == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2])
-    assert rates(2, warmup_steps=4) == [0.25, 0.5]
-    assert rates(1, warmup_steps=0, final_lr=0.5) == [0.5]
+    assert rates(3, warmup=0) == [1, 1, 1]
+    assert rates(5, warmup=0, final=0.0) == [1, 0.75, 0.5, 0.25, 0]
+    assert rates(7, warmup=2, final=0.2) == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert rates(2, warmup=4) == [0.25, 0.5]
+    assert rates(1, warmup=0, final=0.5) == [0.5]
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.AdamW]:

@@ -203,7 +203,7 @@ def test_a_restored_trainer_continues_bitwise(
     model_dir: Path, tmp_path: Path, correction: str
 ) -> None:
     config = make_config(
-        trainer={"minibatches": 2, "final_lr": 0.1, "warmup_steps": 2},
+        trainer={"minibatches": 2, "lr": {"peak": 1e-2, "final": 0.1, "warmup": 2}},
         kl=0.05,
         correction=correction,
     )

@@ -199,8 +199,8 @@ def test_the_divergence_from_a_reference_is_that_of_its_logits(tmp_path: Path) -
 
 
 def test_a_head_with_a_bias_has_no_forward_divergence(tmp_path: Path) -> None:
-    config = make_config(kl=0.1, kl_direction="forward")
-    with pytest.raises(TrainerError, match="kl_direction must be reverse for PhiForCausalLM"):
+    config = make_config(kl={"forward": 0.1})
+    with pytest.raises(TrainerError, match="kl must not be forward for PhiForCausalLM"):
         Trainer(config, build("phi", tmp_path / "m"))
 
 

@@ -82,7 +82,7 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
     frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = config.trainer
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=trainer.lr, betas=(0.9, 0.95), weight_decay=trainer.weight_decay
+        model.parameters(), lr=trainer.peak_lr, betas=(0.9, 0.95), weight_decay=trainer.weight_decay
     )
     for batch in batches:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -177,10 +177,10 @@ CASES: list[dict[str, Any]] = [
     {"correction": "tis"},
     {"correction": "decoupled", "kl": 0.2, "entropy": 0.02, "aggregate": "sequence_mean"},
     {"correction": "bypass", "kl": 0.2, "entropy": 0.02, "advantage": "gigpo", "gamma": 0.9},
-    {"loss": "dual_clip", "clip_low": 0.1},
-    {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.1, "correction": "tis"},
-    {"loss": "cispo", "clip_high": 0.3, "aggregate": "budget"},
-    {"loss": "dppo", "clip_low": 0.001, "clip_high": 0.001},
+    {"loss": "dual_clip", "clip": (0.1, 0.2)},
+    {"loss": "gspo", "clip": (0.05, 0.1), "correction": "tis"},
+    {"loss": "cispo", "clip": (1.0, 0.3), "aggregate": "budget"},
+    {"loss": "dppo", "clip": (0.001, 0.001)},
     {"correction": "icepop", "advantage": "reinforce_pp_baseline"},
     {"advantage": "rloo", "kl": 0.1, "own": {"other": {"advantage": "grpo"}}},
 ]

@@ -24,7 +24,7 @@ from tests.envs.handlers.agents import Reply, Scripted, calls
 from tests.envs.worlds import episode
 
 CHAT = Path(__file__).parents[3] / "examples" / "chat"
-ADAPTERS = ("lora.rank=16", "lora.alpha=32", "trainer.lr=2e-4")
+ADAPTERS = ("lora.rank=16", "lora.alpha=32", "trainer.lr.peak=2e-4")
 
 RIGHT, WRONG = Score(reward=1.0, success=True), Score(reward=0.0, success=False)
 

@@ -21,7 +21,12 @@ REPLY_S = 60.0
 
 
 def start_engine(
-    checkpoint: Path, *, device: str = "cpu", kv_tokens: int = KV_TOKENS
+    checkpoint: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    kv_tokens: int = KV_TOKENS,
 ) -> EngineClient:
     """Start an engine that samples from the model in directory `checkpoint`. Requires a
     running event loop.
@@ -30,7 +35,14 @@ def start_engine(
     """
     model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     model_ready.set_result(None)
-    spec = EngineSpec(id=EngineId("e0"), model=str(checkpoint), device=device, kv_tokens=kv_tokens)
+    spec = EngineSpec(
+        id=EngineId("e0"),
+        model=str(checkpoint),
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        kv_tokens=kv_tokens,
+    )
     return EngineClient(
         "engine",
         in_thread(spec, EngineThread, model_ready=model_ready),

@@ -31,6 +31,7 @@ from rollweave.schema.base import Struct, TrajectoryId, as_json
 from rollweave.schema.chat import Message
 from rollweave.schema.config.rollout import JudgeConfig, RewardConfig
 from rollweave.schema.errors import ConfigError, EnvError, FieldError, RewardError
+from rollweave.schema.roles import WorkerLostError
 from rollweave.schema.rollouts import PAYLOAD_BYTES, ServiceWait
 from rollweave.schema.work import StopReason, Task, Unscored
 
@@ -139,7 +140,9 @@ class FunctionReward(Source):
                 value = await reward_from(thread.via(compute), what)
             return checked_score(value, what, success=None).reward
         except RewardError as error:
-            raise EpisodeStopError(StopReason.REWARD_ERROR, str(error)) from error
+            lost = isinstance(error.__cause__, WorkerLostError)  # of a role
+            reason = StopReason.REWARD_UNAVAILABLE if lost else StopReason.REWARD_ERROR
+            raise EpisodeStopError(reason, str(error)) from error
         except TimeoutError:
             assert scope.expired(), "the function's own TimeoutError is a RewardError"
             text = f"{what} did not return within {self._config.timeout_s:g} s"
@@ -333,13 +336,16 @@ def source_of(
     deployed: str | None = None,
 ) -> Source:
     """Return what computes a reward; `deployed` is the URL of its function, if that is
-    deployed. A service that has not answered yet is given `start_s`. Raises
-    ConfigError, whose text is the field and the broken rule.
+    deployed, or of the engine of a judge, if the run starts it. A service that has not
+    answered yet is given `start_s`. Raises ConfigError, whose text is the field and the
+    broken rule.
     """
     kind: type[ServiceReward] = JudgeReward if config.judge is not None else UrlReward
     url = config.url
     if deployed is not None:
-        kind, url = DeployedReward, deployed
+        kind, url = (kind if config.embedded else DeployedReward), deployed
+    if config.embedded and url is None:
+        raise FieldError("judge", "have a url outside of the run that starts its engine", "none")
     if url is None:
         return FunctionReward(config, threads=threads)
     return kind(config, url, run_id=run_id, clock=clock, start_s=start_s)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -34,13 +34,14 @@ from rollweave.runtime.processes import Processes
 from rollweave.runtime.recover import lost, model_digests, model_dir
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.supervisors.relays import check_transport
+from rollweave.runtime.supervisors.roles import RunRoles, opened_roles
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import RunStarted, WorldLost
-from rollweave.schema.hosts import Programs, Resources
+from rollweave.schema.hosts import HostSlot, Programs, Resources
 from rollweave.train.lengths import check_installed
 
 
@@ -72,7 +73,7 @@ def train(
     check_platform(config)
     if inproc and config.cluster is not None:
         raise ConfigError("--inproc must be left out with [cluster], whose hosts run processes")
-    apart = config.workers.count > 0
+    apart = config.workers.maximum > 0
     with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config, imported=not apart)
         if declared is None:
@@ -135,8 +136,20 @@ class _Start:
                     on_status=self.progress.phase,
                     on_lost=lambda line: self._show(Warn(component="rewards", message=line)),
                 ) as urls:
-                    with begun(records) as life:
-                        return await self._run_on(cluster, life, urls)
+                    machine = cluster.slots or machine_of(
+                        self.config, relays=self.config.weights.relays, inproc=self.inproc
+                    )
+                    async with opened_roles(
+                        self.config,
+                        self.run_dir,
+                        cluster,
+                        tasks,
+                        machine=machine,
+                        warn=self._show,
+                        on_status=self.progress.phase,
+                    ) as roles:
+                        with begun(records) as life:
+                            return await self._run_on(cluster, life, urls, roles)
             finally:
                 await cluster.close()
                 tasks.cancel_all()
@@ -158,7 +171,7 @@ class _Start:
         must_pass(checks)
 
     async def _run_on(
-        self, cluster: GatheredHosts, life: Life, deployed: Mapping[str, str]
+        self, cluster: GatheredHosts, life: Life, deployed: Mapping[str, str], roles: RunRoles
     ) -> Summary:
         """Run the world on the hosts that have joined. `deployed` has the URLs of the
         functions of rewards that this life has deployed.
@@ -183,12 +196,17 @@ class _Start:
                 words=self.declared.words,
                 inproc=self.inproc,
                 on_ready=functools.partial(self._on_ready, life.beginning.identity),
-                deployed=deployed,
+                deployed={**deployed, **roles.urls},
+                roles=roles.address,
+            )
+            roles.warn = metrics.warned
+            roles.report = lambda component, line: metrics.event(
+                "waiting", component=component, message=line
             )
             wiring = stack.enter_context(
                 wired(life, self.source, processes, show=self._show, warn=metrics.warned)
             )
-            first = self._first(life, cluster)
+            first = self._first(life, cluster, roles.hosts)
             world = World(wiring, metrics=metrics, progress=self.progress, draw=self.source.draw)
             with _signals(world, self.progress):
                 try:
@@ -250,12 +268,13 @@ class _Start:
                 )
             metrics.warned(Warn(component="journal", message=text))
 
-    def _first(self, life: Life, cluster: GatheredHosts) -> RunStarted | WorldLost:
-        """Return the event with which this life begins. Raises `ConfigError` if a
-        process has no place.
+    def _first(
+        self, life: Life, cluster: GatheredHosts, hosts: Sequence[HostSlot]
+    ) -> RunStarted | WorldLost:
+        """Return the event with which this life begins, on these hosts. Raises
+        `ConfigError` if a process has no place.
         """
         config, relays = self.config, self.config.weights.relays
-        hosts = cluster.slots or machine_of(config, relays=relays, inproc=self.inproc)
         config.check_on_gpus(groups_on_gpus(config, hosts))
         engines = engines_to_start(config, life.beginning.core.state)
         return life.first(engines, hosts, relays=len(cluster.slots) or relays)

@@ -35,6 +35,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Program, RankSlot, Share
+from rollweave.schema.roles import RolesAddress
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.schema.training import PredictorReport, PredictorSpec
@@ -68,13 +69,14 @@ class Processes:
         on_ready: Callable[[], None],
         version: int = -1,
         deployed: Mapping[str, str] = MappingProxyType({}),
+        roles: RolesAddress | None = None,
     ) -> None:
         """`on_ready` is called whenever a trainer is ready. `deployed` is as in
-        `rollout/rewards.py`.
+        `rollout/rewards.py`. Rollout workers call the roles of the run at `roles`.
 
         `version` is the version that engines report for the model's own weights.
         """
-        self._version, self.deployed = version, dict(deployed)
+        self._version, self.deployed, self._roles = version, dict(deployed), roles
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self.hosts = hosts
         self._on_ready = on_ready
@@ -149,6 +151,7 @@ class Processes:
             id=worker_id,
             run_id=run_id(self._run.identity),
             deployed=self.deployed,
+            roles=self._roles,
             config=self._config.model_dump_json(),
             model_dir=str(self.model_dir),
             logs=str(self._run.logs / worker_id),

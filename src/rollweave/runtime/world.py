@@ -102,7 +102,7 @@ class World(LiveWorld):
             warn=metrics.warned,
         )
         drawer = TaskDrawer(draw, tasks=tasks, post=post)
-        drawn_by = self.workers.draw if config.workers.count else drawer.draw
+        drawn_by = self.workers.draw if config.workers.maximum else drawer.draw
         self.effects = Effects(self._handlers(drawn_by), never=(c.Deliver,))
 
     async def run(self, first: RunStarted | WorldLost) -> str:

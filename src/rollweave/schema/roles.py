@@ -26,17 +26,20 @@ class Arguments(Struct, frozen=True, kw_only=True):
 
 
 class StartWorker(TaggedStruct, frozen=True, kw_only=True):
-    """Make the worker of this process. Answered by `Returned` or `Raised` of call
+    """Make the worker of this process. Answered by `Returned`, with the
+    `DeclaredMethod` of each registered method by its name, or by `Raised`, both of call
     `CONSTRUCTION`.
 
     `worker` refers to its class: "package.module:Class" or "/path/to/script.py:Class".
     `address` is its host's address. `devices` are its GPUs as their host numbers them,
-    and `hardware` is the hardware that was requested for it.
+    and `hardware` is the hardware that was requested for it. Ranks that are not started
+    and ended together do not `join` in a process group.
     """
 
     worker: str
     rank: int
     world_size: int
+    joins: bool = True
     address: str
     hardware: str = ""
     devices: tuple[int, ...] = ()
@@ -49,6 +52,16 @@ class CallMethod(TaggedStruct, frozen=True, kw_only=True):
     call: int
     method: str
     arguments: Arguments
+
+
+class DeclaredMethod(Struct, frozen=True, kw_only=True):
+    """The way in which a registered method of a worker is called. `timeout_s` is None
+    if the caller decides.
+    """
+
+    mode: str
+    timeout_s: float | None = None
+    beside: bool = False
 
 
 class StoreOpened(TaggedStruct, frozen=True, kw_only=True):
@@ -120,6 +133,37 @@ class WorkerLostError(RollweaveError):
     """A worker's process or host is lost, or it has not answered in time. All workers
     of its role have ended with it.
     """
+
+
+class RolesAddress(Struct, frozen=True, kw_only=True):
+    """The address at which the controller of a run takes calls of its roles. `url` has
+    a secret part. A call is answered within `limit_s`.
+    """
+
+    url: str
+    limit_s: float
+
+
+class CallFailed(TaggedStruct, frozen=True, kw_only=True):
+    """The method raised an exception on some workers of a role."""
+
+    failures: tuple[WorkerFailure, ...]
+
+
+class CallLost(TaggedStruct, frozen=True, kw_only=True):
+    """A worker of a role was lost, or did not answer in time."""
+
+    error: str
+
+
+class CallRefused(TaggedStruct, frozen=True, kw_only=True):
+    """There is no such role or method, or the arguments do not suit its mode."""
+
+    error: str
+
+
+RoleAnswer = Returned | CallFailed | CallLost | CallRefused
+"""Answers of the controller to a call of a role of its run."""
 
 
 class DeployedFunction(TaggedStruct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from rollweave.schema.commands import (
 )
 from rollweave.schema.events import AttemptDelayed, DrawFailed, EnvReady, GroupSubmitted
 from rollweave.schema.images import GrantImage, ImageReport, ImageWait
+from rollweave.schema.roles import RolesAddress
 from rollweave.schema.serving import GenerateResult, Sampling, TokenDelta
 from rollweave.schema.work import StopReason, Trajectory, Unscored
 
@@ -29,7 +30,8 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     """The specification of a worker process.
 
     `config` is the run's configuration as JSON, and `run_id` its id. `deployed` has the
-    URLs of the functions of rewards that the run has deployed. `logs` is the
+    URLs of the functions of rewards that the run has deployed, and of its own judges.
+    `roles` is where the run takes calls of its roles. `logs` is the
     folder for the output of its environments' processes. `waiting_limit` bounds the
     attempts that are kept for an evaluation that may never come. The worker serves
     images to other hosts at `address`, as `host`, if that is given.
@@ -40,6 +42,7 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     address: str = ""
     run_id: str = ""
     deployed: dict[str, str] = msgspec.field(default_factory=dict)
+    roles: RolesAddress | None = None
     config: str
     model_dir: str
     logs: str

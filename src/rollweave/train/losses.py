@@ -130,7 +130,7 @@ def _surrogate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's loss, and whether the bounds removed or reduced its gradient.
 
-    With l and h for `clip_low` and `clip_high`, and sg for a constant:
+    With l and h for the bounds `clip`, and sg for a constant:
 
     - `ppo` (arXiv:1707.06347 eq. 7; h apart from l: DAPO, arXiv:2503.14476 eq. 8):
       -min(ρ A, clip(ρ, 1 - l, 1 + h) A).
@@ -221,10 +221,10 @@ def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> floa
     divergence; for the forward divergence first constant, then decreasing linearly to 0
     at `FORWARD_UNTIL` of the run.
     """
-    if algorithm.kl_direction == "reverse":
-        return algorithm.kl
+    if not algorithm.kl_forward:
+        return algorithm.kl_coefficient
     left = 1 - step / max(1.0, FORWARD_UNTIL * steps)
-    return algorithm.kl * min(1.0, max(0.0, 2 * left))
+    return algorithm.kl_coefficient * min(1.0, max(0.0, 2 * left))
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -186,10 +186,10 @@ def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
     step.
     """
     if step < trainer.warmup_steps:
-        return trainer.lr * (step + 1) / trainer.warmup_steps
+        return trainer.peak_lr * (step + 1) / trainer.warmup_steps
     span = steps - 1 - trainer.warmup_steps
     progress = min(1.0, (step - trainer.warmup_steps) / span) if span > 0 else 1.0
-    return trainer.lr * (1 - (1 - trainer.final_lr) * progress)
+    return trainer.peak_lr * (1 - (1 - trainer.final_lr) * progress)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -305,7 +305,7 @@ class TrainedState:
     ) -> None:
         self._model, self._ranks, self._device = model, ranks, device
         self._on_device = on_device
-        self.optimizer = new_optimizer(model, trainer, lr=trainer.lr)
+        self.optimizer = new_optimizer(model, trainer, lr=trainer.peak_lr)
 
     def snapshot(self) -> Snapshot:
         return Snapshot.take(self._model, self.optimizer)

@@ -107,7 +107,7 @@ class Trainer:
             adapters=None if config.lora is None else NewAdapters(config.lora, config.run.seed),
         )
         self._model.recompute_activations("activations" in config.trainer.save_memory)
-        if config.algorithm.kl and config.algorithm.kl_direction == "forward":
+        if config.algorithm.kl_forward:
             self._model.output_weights()
         self._division = division_of(self._model)
         self._parameters = sum(
@@ -174,7 +174,7 @@ class Trainer:
             transcripts,
             steps=config.warmup.steps,
             batch=DOMAIN_TRANSCRIPTS * len(config.tasks),
-            lr=SCRATCH_LR if scratch else config.trainer.lr,
+            lr=SCRATCH_LR if scratch else config.trainer.peak_lr,
             observations=scratch,
             trainer=config.trainer,
         )

@@ -203,7 +203,7 @@ class TransformersModel(nn.Module):
         head = self._causal.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise TrainerError(
-                f"algorithm.kl_direction must be reverse for {type(self._causal).__name__}, "
+                f"algorithm.kl must not be forward for {type(self._causal).__name__}, "
                 "whose head has a bias, got forward"
             )
         return cast(torch.Tensor, head.weight)

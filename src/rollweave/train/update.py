@@ -179,7 +179,7 @@ class Update:
             self._proximal = self._passes.logprobs(self._examples, chosen, temperature=temperature)
         if chosen and self._kl and self._reference_weights is not None:
             with swapped_weights(self._passes.model, self._reference_weights):
-                if self._config.algorithm.kl_direction == "forward":
+                if self._config.algorithm.kl_forward:
                     self._head = self._passes.model.output_weights().detach().clone()
                     self._reference = self._passes.hidden(self._examples, chosen)
                 else:

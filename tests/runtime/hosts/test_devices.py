@@ -39,7 +39,6 @@ def config(tmp_path: Path, device: str = "auto", degree: int = 1) -> RunConfig:
             "tasks": [{"env": "frozenlake", "max_tokens": 256}],
             "engines": {"count": 3, "degree": degree},
             "trainer": {"ranks": 2},
-            "algorithm": {"kl_direction": "reverse"},
         }
     )
 

@@ -50,7 +50,7 @@ def test_a_domain_has_its_own_algorithm() -> None:
     config = loads(
         GOOD,
         [
-            "algorithm={advantage='rloo',clip_high=0.5,aggregate='sequence_mean',kl=0.1}",
+            "algorithm={advantage='rloo',clip=[0.2,0.5],aggregate='sequence_mean',kl=0.1}",
             "tasks.1.algorithm={advantage='grpo'}",
         ],
     )

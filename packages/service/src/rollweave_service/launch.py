@@ -125,6 +125,10 @@ def serve(
                 f"rewards.{number}.judge.pairwise compares members of training groups, which a "
                 f"service does not have; leave out reward {reward.name!r}"
             )
+    for name, role in config.roles.items():
+        raise ConfigError(
+            f"roles.{name} must be left out for a service, got {role.cls or 'a judge'}"
+        )
     check_installed(config)
     # errors in these are reported before the directory is created
     source = TaskSource(config)

@@ -142,8 +142,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "trainer": (
         "tensor_parallel",
         "lr",
-        "final_lr",
-        "warmup_steps",
         "weight_decay",
         "max_grad_norm",
         "micro_tokens",
@@ -189,7 +187,7 @@ def ignored(config: RunConfig) -> list[str]:
     if config.workers.elastic:  # otherwise they start beside the engines
         names = [name for name in names if not name.startswith("workers.")]
     names += ["lora"] if config.lora is not None else []
-    names += ["rewards"] if config.rewards else []
+    names += [name for name in ("rewards", "roles") if getattr(config, name)]
     for index, task in enumerate(config.tasks):
         names += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):

@@ -232,10 +232,7 @@ def _lend(data: dict[str, Any], draw: random.Random) -> None:
 def _scale(data: dict[str, Any], draw: random.Random) -> None:
     """Let a third of the runs have a changing number of rollout workers."""
     if draw.random() < 1 / 3:
-        data["workers"] = {
-            "count": draw.randint(1, 4),
-            "minimum": 0,
-        }
+        data["workers"] = {"count": {"minimum": 0, "maximum": draw.randint(1, 4)}}
 
 
 def _decouple(data: dict[str, Any], draw: random.Random) -> None:

@@ -33,6 +33,8 @@ TOKEN_BYTES = 32
 """Number of random bytes in a generated token."""
 
 JSON = "application/json"
+TYPES = ([JSON], ["application/msgpack"])
+"""Types of bodies, which no page of another site can send without a preflight."""
 
 OWN_SITE = ("same-origin", "none")
 """Values of Sec-Fetch-Site in a browser's requests that do not come from another site's
@@ -143,7 +145,7 @@ class Guard:
         ):
             return 401, "the request must carry this server's token (Authorization: Bearer TOKEN)"
         kinds = headers["Content-Type"]
-        if has_body and [kind.partition(";")[0].strip().lower() for kind in kinds] != [JSON]:
+        if has_body and [kind.partition(";")[0].strip().lower() for kind in kinds] not in TYPES:
             return 415, f"Content-Type must be {JSON}, got {kinds[0] if kinds else ''!a:.100}"
         return None
 

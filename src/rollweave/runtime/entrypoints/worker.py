@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+from rollweave.envs.roles import VARIABLE as ROLES
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.parent import Outbox, Parent
 from rollweave.io.wire import decoder_of, encode
@@ -15,6 +16,7 @@ from rollweave.runtime.loopwatch import COMPONENT, LoopWatch
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.tasks import TaskDrawer, Tasks, until_set
 from rollweave.sandbox.provider import Peers
+from rollweave.schema.base import as_json
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import GrantImage
 from rollweave.schema.rollouts import (
@@ -39,6 +41,8 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     def report(message: WorkerReport) -> None:
         outbox.send(encode(message))
 
+    if spec.roles is not None:
+        os.environ[ROLES] = as_json(spec.roles).decode()
     source = TaskSource(config, logs=Path(spec.logs))
     episodes = Episodes(
         config,

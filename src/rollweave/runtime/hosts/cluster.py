@@ -20,19 +20,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from rollweave.core.policy.binding import pools_of, slots_of
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
 from rollweave.io.reading import whole
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts import user_files
-from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
+from rollweave.runtime.hosts.hosts import LOOPBACK, Host, Hosts, hosts_here
 from rollweave.runtime.hosts.launchers import Launcher, launcher_of
 from rollweave.runtime.hosts.listener import HostListener
 from rollweave.runtime.hosts.remote import LEASE_S, RemoteHost
 from rollweave.runtime.hosts.user_files import UserFiles, pack, variables
 from rollweave.runtime.tasks import Tasks, name_long_waits
-from rollweave.schema.config.engines import ClusterConfig, EngineConfig, PoolConfig
+from rollweave.schema.config.engines import ClusterConfig, EngineConfig, PoolConfig, RoleConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost, Lender, LendersReported
@@ -119,12 +121,21 @@ def _programs_of(config: RunConfig) -> Iterator[Hosted]:
         pools=config.pools_of(config.trainer.pool),
         user_code="warmup.steps" if imports else "",
     )
-    if config.workers.count:
+    if config.workers.maximum:
         yield Hosted(
             program=Program.WORKER,
             setting="workers.pool",
             pools=config.pools_of(config.workers.pool),
             user_code="workers.count",
+        )
+    judges = [reward.name for reward in config.rewards if reward.embedded]
+    for name in dict.fromkeys([*config.roles, *judges]):
+        role = config.roles.get(name, RoleConfig())
+        yield Hosted(
+            program=Program.ROLE,
+            setting=f"roles.{name}.pool",
+            pools=config.pools_of(role.pool),
+            user_code=f"roles.{name}.cls" if role.cls else "",
         )
 
 
@@ -223,6 +234,10 @@ class GatheredHosts:
         self._launcher: Launcher | None = None
         self._where = ""
         """Address and port on which the controller listens."""
+        self.address = str(LOOPBACK)
+        """The address at which all hosts reach the controller."""
+        self._reserved: dict[str, set[int]] = {}
+        """The GPUs of roles, by the name of their host."""
         self._pending: list[str] = []
         """Reports of the launcher about agents that have not started yet."""
         self._refusal = self._wrong_secret = ""
@@ -258,7 +273,7 @@ class GatheredHosts:
         wanted = cluster.hosts or (reach.hosts if reach is not None else 1)
         secret = self._secret()
         self._listener = self._listen(cluster, host, secret)
-        self._where = f"{host}:{self._listener.port}"
+        self._where, self.address = f"{host}:{self._listener.port}", host
         if self._launcher is None:
             given = SECRET_VARIABLE in os.environ
             option = "" if given else f" --secret-file {self._run.host_secret}"
@@ -393,6 +408,14 @@ class GatheredHosts:
             if not self._only_lends(member.remote)
         }
 
+    def joined(self) -> tuple[HostSlot, ...]:
+        """Return the hosts that have joined, without the GPUs of roles."""
+        return tuple(self._slot(member) for member in self._members.values())
+
+    def reserve(self, host: str, devices: Iterable[int]) -> None:
+        """Keep GPUs of a host from all other processes, also if the host joins anew."""
+        self._reserved.setdefault(host, set()).update(devices)
+
     async def close(self) -> None:
         """Release all hosts."""
         if self._listener is not None:
@@ -410,7 +433,10 @@ class GatheredHosts:
                 cpus=remote.resources.cpus,
                 lends=True,
             )
-        return slot_of(self._pools, member.number, remote.name, remote.resources)
+        slot = slot_of(self._pools, member.number, remote.name, remote.resources)
+        taken = self._reserved.get(remote.name, ())
+        devices = tuple(one for one in slot.devices if one not in taken)
+        return msgspec.structs.replace(slot, devices=devices)
 
     def _listen(self, cluster: ClusterConfig, host: str, secret: bytes) -> HostListener:
         run, mark = self._run, secrets.token_hex(SECRET_BYTES)

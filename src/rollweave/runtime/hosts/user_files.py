@@ -65,26 +65,36 @@ def of_run(config: RunConfig, images: Iterable[str] = ()) -> UserFiles:
     """Return the modules and files that processes on the hosts of a run need; `images`
     are those of its sandboxes.
 
-    Only rollout workers, and a trainer that warms up, import what the tasks name.
+    Only rollout workers, and a trainer that warms up, import what the tasks name, and
+    only the workers of a role its class.
     """
-    if not config.workers.count and not config.warmup.steps:
-        return UserFiles()
+    roles = [
+        module
+        for name, role in config.roles.items()
+        if role.cls
+        for module in _module(f"roles.{name}.cls", role.cls, role.cls)
+    ]
+    if not config.workers.maximum and not config.warmup.steps:
+        return UserFiles(modules=tuple(roles))
     return UserFiles(
-        modules=tuple(
-            module
-            for setting, value, reference in [
-                *(
-                    named
-                    for number, task in enumerate(config.tasks)
-                    for named in _references(f"tasks.{number}", task)
-                ),
-                *_functions(config),
-            ]
-            for module in _module(setting, value, reference)
+        modules=(
+            *roles,
+            *(
+                module
+                for setting, value, reference in [
+                    *(
+                        named
+                        for number, task in enumerate(config.tasks)
+                        for named in _references(f"tasks.{number}", task)
+                    ),
+                    *_functions(config),
+                ]
+                for module in _module(setting, value, reference)
+            ),
         ),
         paths=(
             *(path for task in config.tasks for path in _named(task)),
-            *(_of_images(images) if config.workers.count else ()),
+            *(_of_images(images) if config.workers.maximum else ()),
             *_rubrics(config),
         ),
     )
@@ -212,14 +222,14 @@ def _references(section: str, task: TaskConfig) -> Iterator[tuple[str, str, str]
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield the user's functions that compute rewards in rollout workers."""
-    for number, reward in enumerate(config.rewards if config.workers.count else ()):
+    for number, reward in enumerate(config.rewards if config.workers.maximum else ()):
         if reward.function is not None and not reward.deployed:
             yield f"rewards.{number}.function", reward.function, reward.function
 
 
 def _rubrics(config: RunConfig) -> Iterator[str]:
     """Yield the files of judges."""
-    for reward in config.rewards if config.workers.count else ():
+    for reward in config.rewards if config.workers.maximum else ():
         if reward.judge is not None and reward.judge.has_file:
             yield from filter(_is_below, [reward.judge.rubric])
 
@@ -228,6 +238,11 @@ def _module(setting: str, value: str, reference: str) -> Iterator[UserModule]:
     module = re.split(r"[.:]", reference)[0]
     if module not in OURS and _found(module) is not None:
         yield UserModule(setting=setting, value=value, module=module)
+
+
+def is_there(reference: str) -> bool:
+    """Return whether there is a top-level module of this name in the reference."""
+    return _found(re.split(r"[.:]", reference)[0]) is not None
 
 
 def _found(module: str) -> ModuleSpec | None:

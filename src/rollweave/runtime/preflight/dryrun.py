@@ -12,9 +12,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rollweave.engine.server_kinds import check_kinds, kind_of
+from rollweave.io import hub
 from rollweave.io.extras import how_to_install
 from rollweave.io.machine import bound_socket, cores
 from rollweave.record.rundir import RunDir
+from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
@@ -122,6 +124,7 @@ def plan(
         *_restrictions(config, domains),
         *_packages(config),
         *_rewards(config, site),
+        *_roles(config, site),
         *_tokens(config, site),
         *_relays(config),
         *_cluster(config, site, declared.images),
@@ -304,7 +307,7 @@ def _packages(config: RunConfig) -> Iterator[Check]:
 
 def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
     """Ask each URL and judge for a reward."""
-    asked = [(n, one) for n, one in enumerate(config.rewards) if one.function is None]
+    asked = [(n, one) for n, one in enumerate(config.rewards) if one.url is not None]
     if not site.is_here or not asked:
         return
     # most runs need no HTTP client
@@ -320,11 +323,34 @@ def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
         yield passing(f"{where}.{reward.kind}", answer, ConfigError, EpisodeStopError, within=where)
 
 
+def _roles(config: RunConfig, site: Site) -> Iterator[Check]:
+    """Check the modules of roles, and the models of judges that the run starts. A
+    class is imported when its worker starts, before the run begins.
+    """
+    if not site.is_here or config.sim is not None:
+        return
+    for name, role in config.roles.items():
+        if role.cls and config.cluster is None and not user_files.is_there(role.cls):
+            yield fail(f"roles.{name}.cls", f"must be importable, got {role.cls}: no such module")
+    for number, reward in enumerate(config.rewards):
+        if reward.embedded and reward.judge is not None:
+            where = f"rewards.{number}.judge.model"
+            found = functools.partial(_judge_model, reward.judge.model, where)
+            yield passing(where, found, ConfigError)
+
+
+def _judge_model(model: str, field: str) -> str:
+    """Describe the model of a judge that the run starts. Raises ConfigError."""
+    place = hub.folder(hub.fetched(model, weights=False, field=field))
+    ChatCodec.from_directory(place)
+    return f"{model}, whose engine starts when a reward needs it"
+
+
 def _tokens(config: RunConfig, site: Site) -> Iterator[Check]:
     """Check that rollout workers on other hosts get the tokens of the services that
     they ask.
     """
-    if config.cluster is None or not config.workers.count or not site.is_here:
+    if config.cluster is None or not config.workers.maximum or not site.is_here:
         return
     variables = [reward.token_variable for reward in config.rewards if reward.url is not None]
     if config.teacher is not None:

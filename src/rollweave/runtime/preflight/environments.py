@@ -20,6 +20,7 @@ from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes, SandboxHandler
 from rollweave.envs.registry import is_handler, resolve
+from rollweave.envs.roles import OUTSIDE
 from rollweave.envs.tasks import TaskSource, images_of, named, rule
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.driver import EpisodeStopError
@@ -142,11 +143,16 @@ def examine_domain(
         prompts = _prompts(kind, task)
         if deep:
             missing = ""
-            if is_handler(task.env):
-                agent, missing = _first_turn(config, task, drawn)
-                first, tools = agent.messages, agent.tools
-            else:
-                first = _first_observation(config, task, drawn).messages
+            try:
+                if is_handler(task.env):
+                    agent, missing = _first_turn(config, task, drawn)
+                    first, tools = agent.messages, agent.tools
+                else:
+                    first = _first_observation(config, task, drawn).messages
+            except BrokenError as error:
+                if OUTSIDE not in str(error):
+                    raise
+                missing = "not tried: it calls a role, and a dry run starts none"
             begins = " ".join(message.content for message in first).strip()
             detail = f"begins with {begins!r:.90}" if first else "its handler starts"
             with_tools = f", with {len(tools)} tools" if tools else ""
@@ -509,7 +515,7 @@ def examine_images(config: RunConfig, index: int, images: Sequence[str]) -> Iter
 
 
 def _check(config: RunConfig, where: str, image: str) -> Check:
-    remote = config.cluster is not None and config.workers.count > 0
+    remote = config.cluster is not None and config.workers.maximum > 0
     try:
         reference = parse_reference(image, Path.cwd())
         if remote:

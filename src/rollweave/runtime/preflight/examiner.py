@@ -94,7 +94,7 @@ def examine_domains(config: RunConfig, *, deep: bool) -> Iterator[Examined]:
     """Check each task domain (`environments.examine_domain`): in another process if the
     run has rollout workers, whose controller runs no environment.
     """
-    if not config.workers.count:
+    if not config.workers.maximum:
         yield from examine(config, what="domains", deep=deep)
         return
     number = 0
@@ -119,7 +119,7 @@ def examine_rules(config: RunConfig) -> tuple[Check, ...]:
     functions = named(config) or any(one.function is not None for one in config.rewards)
     if not functions:
         return ()
-    if not config.workers.count:
+    if not config.workers.maximum:
         (examined,) = examine(config, what="rules")
         return examined.checks
     try:

@@ -9,19 +9,22 @@ from typing import Any
 import msgspec
 
 from rollweave.core.mechanisms.membership.bindings import (
+    TRAINER,
     bind_all,
     bind_workers,
     crowded,
     groups_on_gpus,
 )
 from rollweave.core.mechanisms.membership.members import first_engines
-from rollweave.core.policy.binding import Unbound
+from rollweave.core.policy.binding import Binding, Unbound
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.needs import engine_needs
 from rollweave.io.machine import computed_dtype, describe_computation
 from rollweave.runtime.preflight.checks import Check, fail, ok, refused, warn
 from rollweave.runtime.preflight.site import PlannedHost, with_device
+from rollweave.runtime.supervisors.roles import bind_roles
 from rollweave.schema.base import Struct
+from rollweave.schema.config.engines import RoleConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import FieldErrors
 from rollweave.schema.events import EngineSlot, WorkerSlot
@@ -158,13 +161,13 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     `hosts` is None if those of a cluster are not known.
     """
     engines, ranks = first_engines(config), tuple(RankSlot() for _ in range(config.trainer.ranks))
-    workers = tuple(WorkerSlot(id=f"w{number}") for number in range(config.workers.count))
-    unbound: list[Unbound] = []
+    workers = tuple(WorkerSlot(id=f"w{number}") for number in range(config.workers.maximum))
+    placed, unbound = list[Binding](), list[Unbound]()
     if hosts is not None:
-        slots = [host.slot for host in hosts]
-        engines, ranks, unbound = bind_all(config, engines, slots)
-        workers, more = bind_workers(config, slots, engines, ranks)
-        unbound = [*unbound, *more]
+        placed, unbound, slots = bind_roles(config, [host.slot for host in hosts])
+        engines, ranks, more = bind_all(config, engines, slots)
+        workers, others = bind_workers(config, slots, engines, ranks)
+        unbound = [*unbound, *more, *others]
     config = with_device(config, hosts)
     plan = _Plan(config, hosts)
     processes = [plan.beside_the_controller(CONTROLLER)]
@@ -174,6 +177,19 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
         needs = [interpreter(setting="workers.count")]  # without environments and sandboxes
         pool = config.workers.pool
         processes.append(plan.process(WORKER, worker.id, worker.host, needs, pool=pool, threads=1))
+    processes += [
+        plan.process(
+            f"role {name} rank",
+            rank,
+            place.host,
+            [interpreter(setting=f"roles.{name}.count")],  # without what its class needs
+            pool=place.pool,
+            devices=place.devices or None,
+            threads=1,
+        )
+        for place in placed
+        for name, _, rank in [place.process.rpartition(" ")]
+    ]
     for number, stores in plan.relays(ranks, engines):
         needs = relay_needs(config, shape, stores=stores)
         processes.append(plan.process(RELAY, str(number), number, needs))
@@ -440,6 +456,8 @@ def _value(config: RunConfig, field: str) -> object:
     if field == "model":
         return config.model.path or "[model.scratch]"
     section, _, setting = field.rpartition(".")
+    if section.startswith("roles."):
+        return getattr(config.roles.get(section[6:], RoleConfig()), setting)
     if section.startswith("engines"):
         return getattr(config.engines[int(section.partition(".")[2] or 0)], setting)
     value: Any = getattr(getattr(config, section), setting)
@@ -451,4 +469,6 @@ def _field_of(config: RunConfig, process: str) -> str:
     for slot in first_engines(config):
         if slot.id == process:
             return f"engines.{slot.group}" if len(config.engines) > 1 else "engines"
+    if " " in process and not process.startswith(TRAINER):
+        return f"roles.{process.rpartition(' ')[0]}"
     return "workers" if process.startswith("w") else "trainer"

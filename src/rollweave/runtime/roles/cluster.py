@@ -8,7 +8,6 @@ cluster is left. A cluster that is still open when the program exits is closed t
 
 import atexit
 import contextlib
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,13 @@ from rollweave.io.loop_thread import LoopThread
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.roles.role import Role, RoleSpec, WorkerResources
 from rollweave.runtime.roles.serving import constructor_codec
-from rollweave.runtime.roles.worker import DEFAULT, Declaration, Worker, declarations
+from rollweave.runtime.roles.worker import (
+    DEFAULT,
+    Declaration,
+    Worker,
+    check_worker,
+    declarations,
+)
 from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.config.loading import validated
 from rollweave.schema.errors import ConfigError
@@ -160,22 +165,12 @@ async def _opened(
 
 def _declarations(worker: type[Worker]) -> dict[str, Declaration]:
     """Return the registered methods of a class. Raises ConfigError for wrong ones."""
-    if not (isinstance(worker, type) and issubclass(worker, Worker)):
-        raise ConfigError(f"worker must be a subclass of Worker, got {worker!r:.100}")
+    check_worker(worker)
     declared = declarations(worker)
     for name, declaration in declared.items():
         method = f"{worker.__name__}.{name}"
         if hasattr(Cluster, name) or name in ("name", "logs", "world_size"):
             raise ConfigError(f"{method} must have another name: {name} is one of Cluster's own")
-        if inspect.iscoroutinefunction(inspect.getattr_static(worker, name)):
-            raise ConfigError(f"{method} must not be async: its worker has no event loop")
-        if declaration.affinity and declaration.called == "execute_each":
-            raise ConfigError(f"{method} must not have both hw_mapping and mode execute_each")
-        if declaration.serverless and (declaration.affinity or declaration.mode):
-            raise ConfigError(
-                f"{method} must not have register_serverless and another declaration: it is "
-                "executed by no worker"
-            )
         if declaration.serverless and missing_from("serverless"):
             raise ConfigError(
                 f"{method} needs Ray Serve for register_serverless "

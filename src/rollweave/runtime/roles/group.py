@@ -19,12 +19,13 @@ import msgspec
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.child import ChildProcess, Spawn
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.roles.serving import constructor_codec, method_codec
+from rollweave.runtime.roles.serving import method_codec
 from rollweave.runtime.roles.worker import Worker, declarations
 from rollweave.schema.roles import (
     CONSTRUCTION,
     Arguments,
     CallMethod,
+    DeclaredMethod,
     Raised,
     Returned,
     RoleReport,
@@ -52,6 +53,7 @@ of another may be the cause.
 """
 
 _decode = decoder_of(RoleReport)
+_decode_methods = decoder_of(dict[str, DeclaredMethod])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,11 @@ class _Call:
     """Timer that ends the call if one rank has failed and the others do not answer."""
 
 
+def _as_sent(value: msgspec.Raw) -> msgspec.Raw:
+    """Return the result of a class that this process does not import."""
+    return value
+
+
 def _no_failure(_: Any) -> str:
     return ""
 
@@ -96,17 +103,25 @@ class WorkerGroup:
     def __init__(
         self,
         name: str,
-        worker: type[Worker],
+        worker: type[Worker] | None,
         *,
         places: Sequence[WorkerPlace],
         logs: Path,
         reference: str = "",
         arguments: Arguments | None = None,
+        alone: tuple[int, int] | None = None,
     ) -> None:
-        """Start the workers. Raises OSError."""
+        """Start the workers. The only worker of a group is `alone` the rank of these,
+        of so many, that the others know nothing of. Raises OSError.
+        """
         self.name = name
         self._loop = asyncio.get_running_loop()
-        self._codecs = {method: method_codec(worker, method) for method in declarations(worker)}
+        self._first, self.world_size = alone or (0, len(places))
+        self._codecs = (
+            {}
+            if worker is None
+            else {method: method_codec(worker, method) for method in declarations(worker)}
+        )
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._calls: dict[int, _Call] = {}
         self._next = CONSTRUCTION
@@ -115,7 +130,7 @@ class WorkerGroup:
         """True once rank 0 has opened the store at which the ranks meet."""
         self._children: list[ChildProcess] = []
         self._construction = self._new_call(
-            "the constructor", range(len(places)), decode=lambda _: None
+            "the constructor", range(len(places)), decode=_decode_methods
         )
         try:
             for rank, place in enumerate(places):
@@ -126,27 +141,24 @@ class WorkerGroup:
         for rank, place in enumerate(places):
             start = StartWorker(
                 worker=reference,
-                rank=rank,
-                world_size=len(places),
+                rank=self._first + rank,
+                world_size=self.world_size,
+                joins=alone is None,
                 address=place.address,
                 hardware=place.hardware,
                 devices=place.devices,
-                arguments=arguments or constructor_codec(worker).encode((), {}),
+                arguments=arguments or Arguments(),
             )
             self._children[rank].send(encode(start))
 
     def _start(self, rank: int, place: WorkerPlace, logs: Path) -> ChildProcess:
+        name = f"{self.name}-{self._first + rank}"
         return place.spawn(
-            name=f"{self.name}-{rank}",
-            log=logs / f"{self.name}-{rank}.log",
+            name=name,
+            log=logs / f"{name}.log",
             on_frame=lambda payload: self._on_message(rank, payload),
             on_gone=lambda reason: self.lose(rank, reason),
         )
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return len(self._children)
 
     def calls_of(self, rank: int) -> int:
         """Return the number of calls that a rank has not answered."""
@@ -159,19 +171,24 @@ class WorkerGroup:
         return [
             Wait(
                 component=self.name,
-                what=f"{call.what} on rank {', '.join(map(str, sorted(call.pending)))}",
+                what=f"{call.what} on rank {self._names(call.pending)}",
                 since=call.since,
             )
             for call in self._calls.values()
             if call.pending
         ]
 
-    async def ready(self, within_s: float) -> None:
-        """Wait until all workers are constructed.
+    def _names(self, ranks: set[int]) -> str:
+        return ", ".join(str(self._first + rank) for rank in sorted(ranks))
+
+    async def ready(self, within_s: float) -> dict[str, DeclaredMethod]:
+        """Wait until all workers are constructed, and return their registered methods.
 
         Raises `WorkerError` if a constructor raised, and `WorkerLostError`.
         """
         await self._result(self._construction, within_s)
+        methods: dict[str, DeclaredMethod] = self._construction[1].values[0]
+        return methods
 
     def argument(
         self, method: str, parameter: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -204,7 +221,7 @@ class WorkerGroup:
         number, call = self._new_call(
             f"{method}()",
             arguments,
-            decode=self._codecs[method].decode_result,
+            decode=self._codecs[method].decode_result if self._codecs else _as_sent,
             failure_of=failure_of,
         )
         payload, former = b"", None
@@ -237,7 +254,7 @@ class WorkerGroup:
     def lose(self, rank: int, reason: str) -> None:
         """Give up all workers because of one."""
         if not self.lost.done():
-            self.lost.set_result(f"{self.name} rank {rank}: {reason}")
+            self.lost.set_result(f"{self.name} rank {self._first + rank}: {reason}")
             for call in list(self._calls.values()):
                 _settle(call)
         if not self._closing:
@@ -299,9 +316,11 @@ class WorkerGroup:
                 error = call.failure_of(call.values[rank])
             except TypeError as problem:
                 error = str(problem)
-                call.failures[rank] = WorkerFailure(rank=rank, kinds=("TypeError",), text=error)
+                call.failures[rank] = WorkerFailure(
+                    rank=self._first + rank, kinds=("TypeError",), text=error
+                )
         else:
-            failure = call.failures[rank] = _failure(rank, message)
+            failure = call.failures[rank] = _failure(self._first + rank, message)
             error = f"{failure.kind}: {failure.text}"
         call.pending.discard(rank)
         if not call.pending:

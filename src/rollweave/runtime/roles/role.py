@@ -310,7 +310,7 @@ class Role:
                 WorkerPlace(
                     spawn=present.host(place.host).starting(
                         Program.ROLE,
-                        _share(place.devices, by_number[place.host].cpus // crowd[place.host]),
+                        share_of(place.devices, by_number[place.host].cpus // crowd[place.host]),
                     ),
                     address=present.host(place.host).address,
                     hardware=hardware,
@@ -357,7 +357,7 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
     return places
 
 
-def _share(devices: tuple[int, ...], cores: int) -> Share:
+def share_of(devices: tuple[int, ...], cores: int) -> Share:
     """Return the share of a worker: it sees only these GPUs, if any, and computes with
     its share of the cores unless the user has set another number.
     """

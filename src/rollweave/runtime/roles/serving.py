@@ -4,15 +4,13 @@ Invariants: calls are executed one after the other, in the order in which they a
 except for those of methods that are registered with `beside`; every call is answered
 once; the process does not outlive its parent (`io/parent.py`).
 
-Arguments and results are encoded by the annotations of a method. Values are
-MessagePack, never pickles. A pickle executes code where it is read, and frames between
-hosts are not signed (`docs/SECURITY.md`): whatever can write to the network between
-them could run code in the controller. NumPy arrays carry large data. Structs,
+Arguments and results are encoded by the annotations of a method (`envs/roles.py`).
+Frames between hosts are not signed (`docs/SECURITY.md`): were values pickles, whatever
+can write to the network between hosts could run code in the controller. Structs,
 dataclasses, tuples and other types that `msgspec` knows keep their type if the method
 is annotated with it.
 """
 
-import functools
 import importlib.machinery
 import importlib.util
 import inspect
@@ -26,18 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rollweave.envs import registry
+from rollweave.envs.roles import decoder, encoded, encoded_arguments
 from rollweave.envs.threads import text_of
 from rollweave.io.parent import Parent
 from rollweave.io.wire import FRAME_BYTES, decoder_of, encode
-from rollweave.runtime.roles.worker import Worker, declarations
-from rollweave.schema.base import packed
+from rollweave.runtime.roles.worker import Worker, check_worker, declarations
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.roles import (
     CONSTRUCTION,
     Arguments,
     CallMethod,
+    DeclaredMethod,
     Raised,
     Returned,
     RoleCommand,
@@ -46,13 +45,8 @@ from rollweave.schema.roles import (
     StoreOpened,
 )
 
-ARRAY = 1
-"""Code of the MessagePack extension for an array: its type, shape and bytes."""
-
 CALL_BYTES = FRAME_BYTES - (1 << 16)
 """Maximum size of the arguments of a call, and of its result."""
-
-KINDS = "numbers, text, bytes, lists, dicts, arrays, structs and dataclasses"
 
 
 class MethodCodec:
@@ -90,16 +84,7 @@ class MethodCodec:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self._name}: {error}") from None
-        arguments = Arguments(
-            args=tuple(
-                _encoded(value, f"{self._name}: argument {place}")
-                for place, value in enumerate(bound.args)
-            ),
-            kwargs={
-                name: _encoded(value, f"{self._name}: argument {name}")
-                for name, value in bound.kwargs.items()
-            },
-        )
+        arguments = encoded_arguments(bound.args, bound.kwargs, self._name)
         size = sum(map(_size, (*arguments.args, *arguments.kwargs.values())))
         self._must_fit(size, "the arguments")
         return arguments
@@ -120,7 +105,7 @@ class MethodCodec:
 
     def encode_result(self, value: Any) -> msgspec.Raw:
         """Encode a result. Raises TypeError."""
-        raw = _encoded(value, f"{self._name}: the result")
+        raw = encoded(value, f"{self._name}: the result")
         self._must_fit(_size(raw), "the result")
         return raw
 
@@ -140,7 +125,7 @@ class MethodCodec:
     def _decoded(self, raw: msgspec.Raw, parameter: str, what: str) -> Any:
         hint = self._hints.get(parameter, Any)
         try:
-            return _decoder(hint).decode(raw)
+            return decoder(hint).decode(raw)
         except (msgspec.DecodeError, ValueError) as error:
             raise TypeError(f"{self._name}: {what}: {error}") from None
 
@@ -154,57 +139,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return hints
 
 
-@functools.lru_cache(maxsize=1024)
-def _decoder(hint: Any) -> "msgspec.msgpack.Decoder[Any]":
-    try:
-        return msgspec.msgpack.Decoder(hint, dec_hook=_as, ext_hook=_extension)
-    except TypeError:  # msgspec cannot decode values of this annotation
-        return msgspec.msgpack.Decoder(dec_hook=_as, ext_hook=_extension)
-
-
-def _encoded(value: Any, what: str) -> msgspec.Raw:
-    try:
-        try:
-            return msgspec.Raw(_encoder.encode(value))
-        except UnicodeEncodeError:  # half a character of UTF-16, for example
-            return msgspec.Raw(packed(value))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"{what} must consist of {KINDS}, got {error}") from None
-
-
 def _size(raw: msgspec.Raw) -> int:
     return memoryview(raw).nbytes
 
 
-def _plain(value: Any) -> Any:
-    """Return the encoding of a value that MessagePack does not support."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and not (value.dtype.hasobject or value.dtype.fields):
-        shape = value.shape  # `ascontiguousarray` makes a scalar one-dimensional
-        data = np.ascontiguousarray(value).data.cast("B") if value.size else b""
-        return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode((value.dtype.str, shape, data)))
-    raise TypeError(f"{type(value).__name__}")
-
-
-def _extension(code: int, data: memoryview) -> Any:
-    if code != ARRAY:
-        raise ValueError(f"extension must have code {ARRAY}, got {code}")
-    dtype, shape, content = _decode_array(data)
-    # a copy, because the caller may write to its array
-    return np.frombuffer(content, np.dtype(dtype)).reshape(shape).copy()
-
-
-def _as(kind: type, value: Any) -> Any:
-    """Accept an object of a class that MessagePack does not support."""
-    if isinstance(value, typing.get_origin(kind) or kind):
-        return value
-    raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decode_array = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes]).decode
-
+JUDGE = "judge"
+"""Reference of the class of the engines of judges."""
 
 SCRIPT_MODULE = "__rollweave_script__"
 """Name under which a script is imported; as `__main__` it would start its workers
@@ -217,6 +157,10 @@ def load(reference: str) -> type[Worker]:
 
     Raises ConfigError, and the exceptions of the script.
     """
+    if reference == JUDGE:  # ours: it runs where the user's code does not
+        from rollweave.runtime.roles.judge import JudgeEngine
+
+        return JudgeEngine
     path, _, name = reference.rpartition(":")
     if "/" in path:
         _import_script(Path(path))
@@ -256,23 +200,30 @@ class _WorkerProcess:
         self._parent = parent
         self._commands: queue.SimpleQueue[CallMethod | StopWorker] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.address = ""
+        self.address, self._joins = "", True
 
     def announce(self, store: str) -> None:
+        if not self._joins:
+            raise RuntimeError(
+                "the workers of a role of a run cannot join_ranks, since each is restarted alone: "
+                "give one worker several gpus, or start a Cluster"
+            )
         self._parent.send(encode(StoreOpened(address=store)))
 
     def store(self) -> str:
+        if not self._joins:
+            self.announce("")
         return self._stores.get()
 
     def run(self, load: Callable[[str], type[Worker]]) -> None:
         start = _decode(self._parent.receive())
-        self.address = start.address
+        self.address, self._joins = start.address, start.joins
         self._parent.listen(self._on_frame)
         made: list[Worker] = []
 
         def construct() -> msgspec.Raw:
             made.append(self._made(load, start))
-            return msgspec.Raw(encode(None))
+            return msgspec.Raw(encode(_declared(type(made[0]))))
 
         self._answer(CONSTRUCTION, construct)
         calls = Calls(made[0]) if made else None
@@ -285,6 +236,13 @@ class _WorkerProcess:
     def _made(self, load: Callable[[str], type[Worker]], start: StartWorker) -> Worker:
         """Make the worker; its attributes are set before its constructor runs."""
         kind = load(start.worker)
+        check_worker(kind)
+        for name, declared in declarations(kind).items():
+            if not start.joins and (declared.affinity or declared.serverless):
+                raise ConfigError(
+                    f"{kind.__name__}.{name} must be registered by `register` alone in a role of a "
+                    "run, since all of its workers have the same hardware"
+                )
         worker = kind.__new__(kind)
         worker.rank, worker.world_size = start.rank, start.world_size
         worker.hardware, worker.devices = start.hardware, start.devices
@@ -347,6 +305,13 @@ class Calls:
         args, kwargs = codec.decode(command.arguments)
         result: Any = getattr(self._worker, command.method)(*args, **kwargs)
         return codec.encode_result(result)
+
+
+def _declared(worker: type[Worker]) -> dict[str, DeclaredMethod]:
+    return {
+        name: DeclaredMethod(mode=one.called, timeout_s=one.timeout_s, beside=one.beside)
+        for name, one in declarations(worker).items()
+    }
 
 
 def method_codec(worker: type[Worker], name: str) -> MethodCodec:

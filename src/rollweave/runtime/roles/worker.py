@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from rollweave.schema.errors import ConfigError
+
 if TYPE_CHECKING:
     from rollweave.train.distributed import RankGroup
 
@@ -119,6 +121,25 @@ def declarations(worker: type) -> dict[str, Declaration]:
         if isinstance(declaration, Declaration):
             declared[name] = declaration
     return declared
+
+
+def check_worker(worker: object) -> None:
+    """Raise ConfigError for what is no class of workers, or declares what is
+    impossible.
+    """
+    if not (isinstance(worker, type) and issubclass(worker, Worker)):
+        raise ConfigError(f"worker must be a subclass of Worker, got {worker!r:.100}")
+    for name, declaration in declarations(worker).items():
+        method = f"{worker.__name__}.{name}"
+        if inspect.iscoroutinefunction(inspect.getattr_static(worker, name)):
+            raise ConfigError(f"{method} must not be async: its worker has no event loop")
+        if declaration.affinity and declaration.called == "execute_each":
+            raise ConfigError(f"{method} must not have both hw_mapping and mode execute_each")
+        if declaration.serverless and (declaration.affinity or declaration.mode):
+            raise ConfigError(
+                f"{method} must not have register_serverless and another declaration: it is "
+                "executed by no worker"
+            )
 
 
 def _declared(method: F, **changes: Any) -> F:

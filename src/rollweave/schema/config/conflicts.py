@@ -36,7 +36,7 @@ from rollweave.schema.errors import FieldError
 SERVERS = ("vllm", "sglang")
 """Kinds of engines that are inference servers."""
 
-LISTS = ("engines", "tasks", "rewards", "pools")
+LISTS = ("engines", "tasks", "rewards", "pools", "roles")
 """Sections of which a file has several: each key of a setting in one stands for all."""
 
 
@@ -269,8 +269,11 @@ CONFLICTS = (
         ),
     ),
     Conflict(
-        "algorithm.kl_direction",
-        Clause("with several trainer.ranks", lambda place: place.config.trainer.ranks > 1),
+        "algorithm.kl",
+        Clause(
+            "as { forward = … } with several trainer.ranks",
+            lambda place: place.config.algorithm.kl_forward and place.config.trainer.ranks > 1,
+        ),
     ),
     Conflict(
         "trainer.tensor_parallel",
@@ -364,7 +367,6 @@ WITHOUT_EFFECT = (
     Conflict("workers.pool", _without("workers.count")),
     # Algorithms, task domains, rewards and evaluations.
     Conflict(_all("critic", CriticConfig), _unless_estimator(*OF_CRITIC)),
-    Conflict("algorithm.kl_direction", _without("algorithm.kl")),
     Conflict(
         "tasks.weight",
         Clause("with one task domain", lambda place: len(place.config.tasks) == 1),

@@ -1,18 +1,30 @@
 """The sections `[[engines]]`, `[allocation]` and `[loans]`: where tokens are sampled;
-and `[cluster]`, `[pools]` and `[workers]`: the hosts of a run.
+and `[cluster]`, `[pools]`, `[workers]` and `[roles]`: the hosts of a run, and the
+processes with the user's code.
 """
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import TypedDict
 
 from rollweave.schema.address import parse_address
 from rollweave.schema.config.values import (
+    FORMS,
     Count,
     Flag,
     PositiveInt,
     Section,
     Variable,
+    form,
     listed,
     matching,
 )
@@ -233,37 +245,83 @@ class PoolConfig(Section):
     )
 
 
+class WorkerCounts(TypedDict):
+    """The bounds of a number of workers that changes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    minimum: Count
+    maximum: PositiveInt
+
+
 class WorkersConfig(Section):
     """Rollout workers: processes that run environments, handlers and rewards (RollArt
     §6.1).
     """
 
-    count: Count = Field(
-        0, description="Number of worker processes; 0: all of this runs in the controller."
-    )
-    minimum: Count | None = Field(
-        None,
-        description="Number of workers that are always there; up to `count` start when attempts "
-        "wait for a place, and end when they have not been needed for a minute, or for as long as "
-        "a start takes if that is more. All `count`, always, if unset.",
+    count: Annotated[
+        Annotated[Count, Tag(FORMS[0])] | Annotated[WorkerCounts, Tag(FORMS[1])],
+        Discriminator(form),
+    ] = Field(
+        0,
+        description="Number of worker processes; 0: all of this runs in the controller. Or, as "
+        "{ minimum = 0, maximum = 4 }: so many are always there, and so many at most, which start "
+        "when attempts wait for a place, and end when they have not been needed for a minute, or "
+        "for as long as a start takes if that is more.",
     )
     pool: str | None = Field(
         None, description="Pool of hosts on which the workers run; any host if unset."
     )
 
     @property
-    def elastic(self) -> bool:
-        """True if the number of workers changes."""
-        return self.minimum is not None and self.minimum < self.count
+    def maximum(self) -> int:
+        """The number of workers that there may be at once."""
+        return self.count if isinstance(self.count, int) else self.count["maximum"]
 
     @property
     def first(self) -> int:
         """The number of workers with which a world begins."""
-        return self.count if self.minimum is None else self.minimum
+        return self.count if isinstance(self.count, int) else self.count["minimum"]
+
+    @property
+    def elastic(self) -> bool:
+        """True if the number of workers changes."""
+        return self.first < self.maximum
 
     @model_validator(mode="after")
-    def _minimum_is_at_most_count(self) -> Self:
-        if self.minimum is not None and self.minimum > self.count:
-            rule = f"be at most workers.count ({self.count})"
-            raise FieldError("minimum", rule, self.minimum)
+    def _minimum_is_at_most_maximum(self) -> Self:
+        if self.first > self.maximum:
+            rule = f"have a minimum of at most its maximum ({self.maximum})"
+            raise FieldError("count", rule, self.first)
         return self
+
+
+RoleName = Annotated[
+    str, matching(r"[A-Za-z0-9_][A-Za-z0-9_-]*", "consist of letters, digits, _ and -")
+]
+
+
+class RoleConfig(Section):
+    """A role of the run: processes, each with an object of a class, whose registered
+    methods rewards, environments and handlers call by the name of the role (RollArt
+    §5.1, `docs/ROLES.md`).
+    """
+
+    cls: Annotated[
+        str, matching(r"[\w.]+:[\w.]+|", "be package.module:Class, or be left out for a judge")
+    ] = Field(
+        "",
+        description="The user's class, package.module:Class, a subclass of rollweave.Worker. Left "
+        "out for the model of the judge of the reward with the name of the role, whose place this "
+        "section gives.",
+    )
+    count: PositiveInt = Field(1, description="Number of processes.")
+    gpus: Count = Field(
+        0, description="GPUs of each process, which no other process of the run has."
+    )
+    pool: str | None = Field(
+        None, description="Pool of hosts on which they run; any host if unset."
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the constructor of the class, by name."
+    )

@@ -363,6 +363,9 @@ FORMER = {
     "ablation.policies": "ablation.changes",
     "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
     "ablation.without": "ablation.changes, with no_ before each name",
+    "algorithm.clip_high": "algorithm.clip, as [low, high]",
+    "algorithm.clip_low": "algorithm.clip, as [low, high]",
+    "algorithm.kl_direction": "algorithm.kl, as { forward = 0.01 }",
     "allocation.degrees": "engines.degree, the least of the degrees, which are its doubles",
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
     "buffer.groups": "leave it out: a buffer has places for a batch and for what engines run at "
@@ -388,8 +391,8 @@ FORMER = {
     "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
     "sim.trainer_gpus": "trainer.ranks",
     "tasks.algorithm.aggregate": "algorithm.aggregate, for all task domains",
-    "tasks.algorithm.clip_high": "algorithm.clip_high, for all task domains",
-    "tasks.algorithm.clip_low": "algorithm.clip_low, for all task domains",
+    "tasks.algorithm.clip_high": "algorithm.clip, for all task domains",
+    "tasks.algorithm.clip_low": "algorithm.clip, for all task domains",
     "tasks.algorithm.correction": "algorithm.correction, for all task domains",
     "tasks.algorithm.gamma": "algorithm.gamma, for all task domains",
     "tasks.algorithm.loss": "algorithm.loss, for all task domains",
@@ -399,8 +402,11 @@ FORMER = {
     "teacher.dialect": "leave it out: the run asks the server whether it is SGLang",
     "teacher.timeout_s": "leave it out: an answer of the teacher may take 120 s, with all retries",
     "teacher.token_env": "leave it out: the token is in ROLLWEAVE_TEACHER_TOKEN, if there is one",
+    "trainer.final_lr": "trainer.lr, as { peak = 1e-5, final = 0.2 }",
+    "trainer.warmup_steps": "trainer.lr, as { peak = 1e-5, warmup = 5 }",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",
     "weights.dtype": "model.dtype",
     "workers.idle_s": "leave it out: a worker is kept for 60 s, or as long as a start takes",
+    "workers.minimum": "workers.count, as { minimum = 0, maximum = 4 }",
 }
 """Key of a setting or a section → the setting that replaces it, or what to do."""

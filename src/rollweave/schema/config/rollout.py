@@ -28,6 +28,7 @@ from rollweave.schema.config.values import (
     Positive,
     PositiveInt,
     Section,
+    form,
     listed,
     matching,
 )
@@ -162,11 +163,6 @@ class PoolSizes(TypedDict):
     eval: PositiveInt
 
 
-def _form(given: Any) -> str:
-    """Return the tag of the form in which `max_running` is given."""
-    return FORMS[isinstance(given, dict)]
-
-
 class RolloutConfig(Section):
     """The rollouts: what belongs to a step, and how far they run ahead of training."""
 
@@ -193,7 +189,7 @@ class RolloutConfig(Section):
     )
     max_running: Annotated[
         Annotated[PositiveInt, Tag(FORMS[0])] | Annotated[PoolSizes, Tag(FORMS[1])],
-        Discriminator(_form),
+        Discriminator(form),
     ] = Field(
         64,
         description="Maximum number of trajectories whose environments are alive at once, and of "
@@ -244,10 +240,15 @@ RUBRIC_FILES = (".md", ".txt")
 
 class JudgeConfig(Section):
     """A model that grades trajectories from 0 to 1, behind the `url` of the reward: any
-    endpoint with OpenAI's chat completions.
+    endpoint with OpenAI's chat completions; without a `url`, an engine that the run
+    starts when it needs the judge (RollArt §3.1).
     """
 
-    model: str = Field(min_length=1, description="Its name at the endpoint.")
+    model: str = Field(
+        min_length=1,
+        description="Its name at the endpoint; without a url, the directory of a checkpoint, or "
+        "the name of a model on the hub.",
+    )
     rubric: str = Field(
         min_length=1,
         description="What it grades by: text, or the path of a file that ends in .md or .txt.",
@@ -329,6 +330,11 @@ class RewardConfig(Section):
         return self.run == "serverless" and self.function is not None
 
     @property
+    def embedded(self) -> bool:
+        """True if it is a judge whose engine the run starts."""
+        return self.judge is not None and self.url is None and self.function is None
+
+    @property
     def pairwise(self) -> bool:
         """True if it compares members of a group with each other."""
         return self.judge is not None and self.judge.pairwise
@@ -343,10 +349,10 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         kinds = [kind for kind in ("function", "url") if getattr(self, kind) is not None]
-        if len(kinds) != 1:
-            rule = "have exactly one of function and url"
+        if len(kinds) != 1 and not self.embedded:
+            rule = "have exactly one of function and url, or a judge"
             raise FieldError("", rule, " and ".join(kinds) or "neither")
-        if self.judge is not None and self.url is None:
+        if self.judge is not None and self.function is not None:
             raise FieldError("judge", "be left out with a function", "a section")
         if self.name == ENV_REWARD:
             rule = f"not be {ENV_REWARD}, the name of the environment's own reward"

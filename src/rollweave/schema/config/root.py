@@ -44,6 +44,7 @@ class RunConfig(Sections):
         yield from self._of_tasks()
         yield from self._of_rewards()
         yield from self._of_pools()
+        yield from self._of_roles()
         for number, group in enumerate(self.engines):
             yield from self._of_engines(number, group)
         yield from self._of_phases()
@@ -102,7 +103,7 @@ class RunConfig(Sections):
                     hint = did_you_mean(domain, domains)
                     yield FieldError(f"{field}.tasks", rule, f"{domain!r}{hint}")
             remote = cluster is not None and cluster.launcher == "manual"
-            if reward.deployed and self.workers.count and remote:
+            if reward.deployed and self.workers.maximum and remote:
                 rule = (
                     "not be serverless unless cluster.launcher is ray, for a function that "
                     "rollout workers on other hosts call"
@@ -125,6 +126,7 @@ class RunConfig(Sections):
         named = {
             "trainer.pool": self.trainer.pool,
             "workers.pool": self.workers.pool,
+            **{f"roles.{name}.pool": role.pool for name, role in self.roles.items()},
             **{f"engines.{n}.pool": group.pool for n, group in enumerate(self.engines)},
             **{f"tasks.{n}.pool": task.pool for n, task in enumerate(self.tasks)},
             **{
@@ -146,6 +148,17 @@ class RunConfig(Sections):
             yield FieldError(
                 "weights.relays", f"be at most the engines ({engines})", self.weights.relays
             )
+
+    def _of_roles(self) -> Iterator[FieldError]:
+        """Check that roles of judges have no class, and all others one."""
+        judges = [reward.name for reward in self.rewards if reward.embedded]
+        for name, role in self.roles.items():
+            if bool(role.cls) == (name in judges):
+                rule = f"be left out for the judge of reward {name}"
+                if not role.cls:
+                    known = f"a reward with a judge without url ({', '.join(judges) or 'none'})"
+                    rule = f"be given unless the role has the name of {known}"
+                yield FieldError(f"roles.{name}.cls", rule, role.cls or "none")
 
     def _of_engines(self, number: int, group: EngineConfig) -> Iterator[FieldError]:
         field, scratch = f"engines.{number}", self.model.scratch

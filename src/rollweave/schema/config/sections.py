@@ -14,6 +14,8 @@ from rollweave.schema.config.engines import (
     EngineConfig,
     LoansConfig,
     PoolConfig,
+    RoleConfig,
+    RoleName,
     WorkersConfig,
 )
 from rollweave.schema.config.rollout import BufferConfig, RewardConfig, RolloutConfig, TaskConfig
@@ -66,6 +68,7 @@ class Sections(Section):
     cluster: ClusterConfig | None = None
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
     workers: WorkersConfig = WorkersConfig()
+    roles: dict[RoleName, RoleConfig] = Field(default_factory=dict)
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

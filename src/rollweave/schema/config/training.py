@@ -3,13 +3,24 @@
 """
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Required, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from rollweave.schema.address import parse_address
 from rollweave.schema.config.values import (
+    FORMS,
     WARM,
     Count,
     Flag,
@@ -18,6 +29,7 @@ from rollweave.schema.config.values import (
     PositiveInt,
     Section,
     Share,
+    form,
     listed,
 )
 from rollweave.schema.errors import FieldError
@@ -202,6 +214,14 @@ class TaskAlgorithmConfig(Section):
         return algorithm.model_copy(update=own) if own else algorithm
 
 
+class ForwardKl(TypedDict):
+    """The coefficient of the forward KL divergence."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    forward: Positive
+
+
 class AlgorithmConfig(Section):
     """The policy loss and the estimator of advantages (`docs/ALGORITHMS.md`)."""
 
@@ -215,15 +235,10 @@ class AlgorithmConfig(Section):
         "added to what the teacher says of each token.",
     )
     loss: LossName = Field("ppo", description="Policy loss (train/losses.py).")
-    clip_low: Share | None = Field(
+    clip: tuple[Share, NotNegative] | None = Field(
         None,
-        description="Bound of the ratio below 1 (dppo: of the decrease of a probability); the "
-        "loss's published value if unset.",
-    )
-    clip_high: NotNegative | None = Field(
-        None,
-        description="Bound of the ratio above 1 (dppo: of the increase of a probability); the "
-        "loss's published value if unset.",
+        description="Bounds of the ratio below and above 1 (dppo: of the decrease and the "
+        "increase of a probability), as [0.2, 0.28]; the loss's published ones if unset.",
     )
     aggregate: Aggregate | None = Field(
         None,
@@ -245,15 +260,15 @@ class AlgorithmConfig(Section):
         "them from the loss, or punish: subtract up to 1 from the reward over the last fifth of "
         "max_tokens (DAPO).",
     )
-    kl: NotNegative = Field(
-        0.0, description="Coefficient of the KL divergence to the starting weights."
-    )
-    kl_direction: Literal["reverse", "forward"] = Field(
-        "reverse",
-        description="reverse: k3 estimate of KL(policy, start) on sampled tokens, with a constant "
-        "coefficient; forward: exact KL(start, policy) over the vocabulary, which keeps "
-        "every choice of the start alive, with a coefficient that falls to 0 from 45 % to 90 % "
-        "of the run.",
+    kl: Annotated[
+        Annotated[NotNegative, Tag(FORMS[0])] | Annotated[ForwardKl, Tag(FORMS[1])],
+        Discriminator(form),
+    ] = Field(
+        0.0,
+        description="Coefficient of the KL divergence to the starting weights: the k3 estimate of "
+        "KL(policy, start) on sampled tokens. Or, as { forward = 0.01 }, of the exact KL(start, "
+        "policy) over the vocabulary, which keeps every choice of the start alive; it falls to 0 "
+        "from 45 % to 90 % of the run.",
     )
     entropy: NotNegative = Field(0.0, description="Coefficient of the entropy bonus.")
     routing_replay: Flag = Field(
@@ -263,12 +278,21 @@ class AlgorithmConfig(Section):
     )
 
     @property
+    def kl_coefficient(self) -> float:
+        """The coefficient of the KL divergence, in either direction."""
+        return self.kl["forward"] if isinstance(self.kl, dict) else self.kl
+
+    @property
+    def kl_forward(self) -> bool:
+        """True if the KL divergence is KL(start, policy) over the vocabulary."""
+        return isinstance(self.kl, dict)
+
+    @property
     def loss_values(self) -> LossValues:
         """The values in effect: the loss's published ones where unset."""
         published = PUBLISHED_LOSSES[self.loss]
         return LossValues(
-            published.clip_low if self.clip_low is None else self.clip_low,
-            published.clip_high if self.clip_high is None else self.clip_high,
+            *(published[:2] if self.clip is None else self.clip),
             self.aggregate or published.aggregate,
         )
 
@@ -321,6 +345,20 @@ TRAINER_THREADS = 1
 """CPU threads of one trainer process."""
 
 
+class Schedule(TypedDict, total=False):
+    """The schedule of the learning rate."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    peak: Required[Positive]
+    final: Share
+    warmup: Count
+
+
+WARMUP_STEPS = 5
+"""Steps of linear warm-up of the learning rate, unless the schedule has others."""
+
+
 class TrainerConfig(Section):
     """The trainer: its processes, and the optimizer."""
 
@@ -342,12 +380,16 @@ class TrainerConfig(Section):
         description="The trainer and the engines take turns on the same devices, and each gives "
         "its memory back to the other (mode sync).",
     )
-    lr: Positive = Field(1e-5, description="Peak learning rate.")
-    final_lr: Share = Field(
-        1.0,
-        description="Learning rate at the last step, as a share of the peak; linear in between.",
+    lr: Annotated[
+        Annotated[Positive, Tag(FORMS[0])] | Annotated[Schedule, Tag(FORMS[1])],
+        Discriminator(form),
+    ] = Field(
+        1e-5,
+        description="Learning rate, after 5 steps of linear warm-up. Or its schedule, as { peak = "
+        "1e-5, final = 0.2, warmup = 5 }, of which final and warmup may be left out: final is the "
+        "rate at the last step as a share of the peak, linear in between (1 if left out), and "
+        "warmup the number of steps of linear warm-up (5 if left out).",
     )
-    warmup_steps: Count = Field(5, description="Steps of linear learning-rate warm-up.")
     weight_decay: NotNegative = Field(0.0, description="AdamW's decoupled weight decay.")
     max_grad_norm: Positive = Field(
         1.0, description="Gradient norm above which gradients are scaled down."
@@ -366,6 +408,22 @@ class TrainerConfig(Section):
         "computation (activation checkpointing); optimizer: keep its moments in the host's memory "
         "and move them to the GPU for each step (CPU offload).",
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate."""
+        return self.lr["peak"] if isinstance(self.lr, dict) else self.lr
+
+    @property
+    def final_lr(self) -> float:
+        """The learning rate at the last step, as a share of the peak."""
+        return self.lr.get("final", 1.0) if isinstance(self.lr, dict) else 1.0
+
+    @property
+    def warmup_steps(self) -> int:
+        """The number of steps of linear warm-up of the learning rate."""
+        given = self.lr if isinstance(self.lr, dict) else Schedule(peak=self.lr)
+        return given.get("warmup", WARMUP_STEPS)
 
 
 class WarmupConfig(Section):

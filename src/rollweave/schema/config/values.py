@@ -35,6 +35,11 @@ FORMS = ("(number)", "(table)")
 """Tags of the forms of a setting that is a number or a table. They are no keys."""
 
 
+def form(given: Any) -> str:
+    """Return the tag of the form in which such a setting is given."""
+    return FORMS[isinstance(given, dict)]
+
+
 def matching(pattern: str, rule: str) -> AfterValidator:
     """Require text to match the whole `pattern`; otherwise the error says that the
     field must `rule`.

@@ -107,7 +107,7 @@ class Run:
                 "sync",
                 engines={"count": 1},
                 rollout={"groups_per_step": 1, "group_size": 2, "max_running": 6},
-                workers={"count": 3, "minimum": 0, **workers},
+                workers={"count": {"minimum": 0, "maximum": 3, **workers}},
             )
         )
         self.now = 0.0
@@ -193,7 +193,7 @@ def test_a_task_that_a_worker_has_to_draw_starts_the_first_one() -> None:
 
 
 def test_there_is_no_worker_until_an_engine_serves() -> None:
-    core = Core(config(workers={"count": 3, "minimum": 0}))
+    core = Core(config(workers={"count": {"minimum": 0, "maximum": 3}}))
     started = e.RunStarted(engines=(e.EngineSlot(id=EngineId("e0")),), hosts=HOSTS)
     assert of(core.handle(0.0, started), c.RestartWorker) == []
     core.check()
@@ -234,7 +234,7 @@ class Crowd(Run):
                 "sync",
                 engines={"count": 1},
                 rollout={"groups_per_step": 3, "group_size": 2, "max_running": 6},
-                workers={"count": 3, "minimum": 1},
+                workers={"count": {"minimum": 1, "maximum": 3}},
             )
         )
         self.now, self.drawing = 0.0, []
@@ -376,7 +376,7 @@ def test_any_run_with_a_changing_number_of_workers_ends_accounted_for(
         eval={"every": 2},
         engines={"count": 2},
         weights={"relays": 2} if hosts else {},
-        workers={"count": count, "minimum": min(minimum, count)},
+        workers={"count": {"minimum": min(minimum, count), "maximum": count}},
         watchdog={"restarts": 1000},
     )
     world = World(run_config, seed, failure=failure, hang=hang)
@@ -392,7 +392,7 @@ def test_any_run_with_a_changing_number_of_workers_ends_accounted_for(
 def test_the_random_runs_do_grow_and_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above would show nothing."""
     monkeypatch.setattr(scaling, "IDLE_S", 0.0)
-    world = World(config("sync", steps=6, workers={"count": 3, "minimum": 0}), seed=1)
+    world = World(config("sync", steps=6, workers={"count": {"minimum": 0, "maximum": 3}}), seed=1)
     world.run()
     commands = [one for commands in world.commands for one in commands]
     assert len(of(commands, c.RestartWorker)) > 3

@@ -14,7 +14,7 @@ def used(config: RunConfig) -> bool:
     a place.
     """
     hosts_ = config.cluster is not None or bool(config.pools) or config.weights.relays > 0
-    return hosts_ or config.workers.count > 0 or config.allocation is not None
+    return hosts_ or config.workers.maximum > 0 or config.allocation is not None
 
 
 def _start(run: Run, event: e.RunStarted | e.WorldLost) -> None:

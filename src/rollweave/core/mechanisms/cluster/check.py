@@ -50,7 +50,7 @@ def _check_scaling(run: Run) -> None:
         return
     here = sum(status not in GONE for status in statuses)
     failed = statuses.count(WorkerStatus.FAILED)
-    assert here == min(part.target, wanted.count - failed), (here, part)
-    assert wanted.first <= part.target <= wanted.count, part
+    assert here == min(part.target, wanted.maximum - failed), (here, part)
+    assert wanted.first <= part.target <= wanted.maximum, part
     if scaling.waiting(run):
         assert here, "attempts wait, and no worker is on its way"

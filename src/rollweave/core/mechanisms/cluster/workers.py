@@ -288,7 +288,7 @@ def processes(state: State) -> int:
 
 
 def _names(wanted: WorkersConfig) -> list[str]:
-    return [f"w{number}" for number in range(wanted.count)]
+    return [f"w{number}" for number in range(wanted.maximum)]
 
 
 def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:

@@ -156,7 +156,7 @@ def bind_workers(
         Binding(process=slot.id, host=slot.host, devices=slot.devices, pool=slot.pool)
         for slot in engines
     ]
-    demands = [_worker(config, f"w{number}") for number in range(config.workers.count)]
+    demands = [_worker(config, f"w{number}") for number in range(config.workers.maximum)]
     bindings, unbound = bind(demands, hosts, bound)
     return tuple(WorkerSlot(id=place.process, host=place.host) for place in bindings), unbound
 
