@@ -70,7 +70,7 @@ class WeightPublisher:
         self._staging = Staging(device)
         alone = (device.type, ranks.world_size, dtype) == ("cpu", 1, torch.float32)
         self._alike = alone and (stored is None or stored.is_identical)
-        """Whether a version has the bytes of the weights, in the host's memory."""
+        """True if a version has the bytes of the weights, in the host's memory."""
         self._owners: list[int] = []
         """Owner of the payload of each rank; empty before the first publication."""
         self._publisher: Publisher | None = None

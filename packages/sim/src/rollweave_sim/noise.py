@@ -1,5 +1,6 @@
-"""How much longer or shorter one step of an engine takes than the same work on average,
-drawn from measured steps: what was profiled is not exactly what executes.
+"""The noise of an engine's steps, drawn from measured steps: a step takes longer or
+shorter than the same work on average, so that what was profiled is not exactly what
+executes.
 
 Invariants: the mean of the factors is 1, so that noise changes no total in the mean;
 equal seeds draw equal factors.

@@ -129,8 +129,7 @@ class World:
             trace=trace,
             judges=rewards,
             keep_partial_turns=keep_partial_turns
-            or self.lending is not None
-            or config.rollout.mode is ModeName.DECOUPLED,
+            or (self.lending is not None or config.rollout.mode is ModeName.DECOUPLED),
         )
         self.trainer = SimTrainer(
             clock=self.clock,
