@@ -1,7 +1,7 @@
 """Bench `sim`: time and memory of simulating one RL step on many GPUs.
 
 Every size runs in its own process, because the peak of a process's memory never falls:
-`python -m packages.sim.benchmarks.bench GPUS LAYOUT` prints one line of JSON.
+`python -m packages.sim.benchmarks.bench GPUS LAYOUT GROUPS` prints one line of JSON.
 """
 
 import json
@@ -33,14 +33,22 @@ LAYOUTS = {
 QUICK = 64
 """GPUs of the quick form."""
 
+SCALE = (63, 625, 6250)
+"""Prompts of a step with 16 trajectories each on all of `SCALE_GPUS`: up to 100,000
+trajectories.
+"""
+
+SCALE_GPUS = 3008
+"""GPUs as many as in RollArt's largest run, more than 3,000; half of them train."""
+
 LIMIT_S = 1800.0
 """Maximum seconds of one process; a bench that hangs is an error."""
 
 
-def config(gpus: int, layout: str) -> RunConfig:
+def config(gpus: int, layout: str, groups: int = GROUPS) -> RunConfig:
     """Return one step of bounded training on the tool-calling task."""
     model, engine_gpus, splits = LAYOUTS[layout]
-    training, rollout = splits[gpus]
+    training, rollout = splits.get(gpus, (gpus // 2, gpus // 2))
     tokens = {"max_turns": TOOL_CALLS + 1, "max_tokens": 18_432, "max_turn_tokens": 16_384}
     return RunConfig.model_validate(
         {
@@ -49,9 +57,9 @@ def config(gpus: int, layout: str) -> RunConfig:
             "trainer": {"ranks": training},
             "tasks": [{"env": "tool-calling", **tokens, "step_s": 600.0, "time_s": 1e6}],
             "rollout": {
-                "groups_per_step": GROUPS,
+                "groups_per_step": groups,
                 "group_size": MEMBERS,
-                "max_running": GROUPS * MEMBERS,
+                "max_running": groups * MEMBERS,
             },
             "engines": {
                 "count": rollout // engine_gpus,
@@ -65,9 +73,9 @@ def config(gpus: int, layout: str) -> RunConfig:
     )
 
 
-def measure(gpus: int, layout: str) -> dict[str, Any]:
+def measure(gpus: int, layout: str, groups: int) -> dict[str, Any]:
     """Simulate the step. Raises RuntimeError unless it trains all trajectories."""
-    made = config(gpus, layout)
+    made = config(gpus, layout, groups)
     start, computed = time.perf_counter(), time.process_time()
     outcome = simulate(made)
     measured = {
@@ -77,7 +85,7 @@ def measure(gpus: int, layout: str) -> dict[str, Any]:
         "peak_mb": peak_mb(),
     }
     trained = outcome.summary.account.trained
-    if outcome.summary.error or trained != GROUPS * MEMBERS:
+    if outcome.summary.error or trained != groups * MEMBERS:
         raise RuntimeError(f"{trained} trajectories were trained: {outcome.summary.error}")
     return measured
 
@@ -107,13 +115,19 @@ def bench_sim(*, quick: bool) -> Result:
             conditions[f"peak_mb{suffix}"] = f"not measured: no /proc/self/status, {peaks}"
         engines = [splits[size][1] // engine_gpus for size in sizes]
         conditions[f"engines{suffix}"] = f"{engines} of {engine_gpus} H800 each, {model}"
+    if not quick:
+        grown = [simulated(SCALE_GPUS, "machines", groups) for groups in SCALE]
+        figures["trajectories_scale"] = [float(groups * MEMBERS) for groups in SCALE]
+        for name in ("wall_s", "cpu_s", "peak_mb"):
+            figures[f"{name}_scale"] = [one[name] for one in grown]
+        conditions["scale"] = f"{SCALE_GPUS} GPUs, half of them train, else as machines"
     return Result(bench="sim", figures=figures, conditions=conditions)
 
 
-def simulated(gpus: int, layout: str) -> dict[str, Any]:
+def simulated(gpus: int, layout: str, groups: int = GROUPS) -> dict[str, Any]:
     """Return what a process measures. Raises RuntimeError where it fails."""
     measured: dict[str, Any] = program(
-        "packages.sim.benchmarks.bench", str(gpus), layout, limit_s=LIMIT_S
+        "packages.sim.benchmarks.bench", str(gpus), layout, str(groups), limit_s=LIMIT_S
     )
     return measured
 
@@ -131,4 +145,4 @@ def peak_mb() -> float | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(int(sys.argv[1]), sys.argv[2])) + "\n")
+    sys.stdout.write(json.dumps(measure(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))) + "\n")

@@ -32,5 +32,5 @@ def test_memory_is_that_of_one_process_alone() -> None:
 
 @pytest.mark.extended
 def test_a_simulation_that_fails_is_reported() -> None:
-    with pytest.raises(RuntimeError, match=r"benchmarks\.sim\.bench 65 machines failed"):
-        sim.simulated(65, "machines")
+    with pytest.raises(RuntimeError, match=r"benchmarks\.bench 9 machines 512 failed"):
+        sim.simulated(9, "machines")
