@@ -21,34 +21,34 @@ RUN, HOSTS = str(EXAMPLES / "two_nodes.toml"), str(EXAMPLES / "two_nodes_hosts.t
 TABLE = """
 19 processes ───────────────────────────────────────────────────────────────────
 host      process            pool      devices     GPU memory         memory
-10.0.0.1  controller         -         -                    -      450.0 MiB
-trainer   relay              -         -                    -      450.0 MiB
-          trainer rank 0     training  GPU 0         32.2 GiB       57.7 GiB
-          trainer ranks 1–7  training  GPUs 1–7  7 × 32.2 GiB   7 × 11.9 GiB
+10.0.0.1  controller         -         -                    -      400.0 MiB
+trainer   relay              -         -                    -      400.0 MiB
+          trainer rank 0     training  GPU 0         31.6 GiB       42.3 GiB
+          trainer ranks 1–7  training  GPUs 1–7  7 × 31.6 GiB   7 × 11.8 GiB
 rollout   relay              -         -                    -       46.2 GiB
-          engines e0–e7      rollouts  GPUs 0–7  8 × 54.2 GiB  8 × 450.0 MiB
+          engines e0–e7      rollouts  GPUs 0–7  8 × 54.2 GiB  8 × 400.0 MiB
 
 memory of one process, estimated ───────────────────────────────────────────────
 process            where      each  of which
 relay              host   46.2 GiB  published weights 45.8 GiB,
-                                    process 450.0 MiB
-trainer ranks 0–7  GPU    32.2 GiB  weights 3.8 GiB, gradients 3.8 GiB,
-                                    optimizer 7.6 GiB, activations 4.9 GiB,
+                                    process 400.0 MiB
+trainer ranks 0–7  GPU    31.6 GiB  weights 3.8 GiB, gradients 3.8 GiB,
+                                    optimizer 7.6 GiB, activations 4.3 GiB,
                                     gathered layers 11.4 GiB, CUDA 640.0 MiB
-trainer rank 0     host   57.7 GiB  copy for a checkpoint 11.4 GiB,
-                                    published weights 45.8 GiB,
-                                    process 450.0 MiB
-trainer ranks 1–7  host   11.9 GiB  copy for a checkpoint 11.4 GiB,
-                                    process 450.0 MiB
+trainer rank 0     host   42.3 GiB  copy for a checkpoint 11.4 GiB,
+                                    published weights 30.5 GiB,
+                                    process 400.0 MiB
+trainer ranks 1–7  host   11.8 GiB  copy for a checkpoint 11.4 GiB,
+                                    process 400.0 MiB
 engines e0–e7      GPU    54.2 GiB  weights 15.3 GiB, KV cache 36.0 GiB,
                                     one step 2.3 GiB, CUDA 640.0 MiB
 
 memory that all of them need ───────────────────────────────────────────────────
 host     memory    kind                   needed of all
-trainer  GPUs 0–7  H100 80GB HBM3  32.2 GiB of 79.6 GiB  ████░░░░░░  40%
-         host                      141.3 GiB of 2.0 TiB  █░░░░░░░░░   7%
+trainer  GPUs 0–7  H100 80GB HBM3  31.6 GiB of 79.6 GiB  ████░░░░░░  40%
+         host                      125.6 GiB of 2.0 TiB  █░░░░░░░░░   6%
 rollout  GPUs 0–7  H20             54.2 GiB of 95.6 GiB  ██████░░░░  57%
-         host                       49.7 GiB of 1.0 TiB  ░░░░░░░░░░   5%
+         host                       49.3 GiB of 1.0 TiB  ░░░░░░░░░░   5%
 
 Not included: environments, their sandboxes, and rewards.
 """
@@ -75,14 +75,14 @@ def test_the_table_of_two_nodes_fits_80_columns() -> None:
 TURNS = """
 35 processes ───────────────────────────────────────────────────────────────────
 host      process             devices             GPU memory         memory
-10.0.0.1  controller          -                            -      450.0 MiB
+10.0.0.1  controller          -                            -      400.0 MiB
 node-0    relay               -                            -       46.2 GiB
-          trainer rank 0      GPU 0 in turn         24.6 GiB       57.7 GiB
-          trainer ranks 1–7   GPUs 1–7 in turn  7 × 24.6 GiB   7 × 11.9 GiB
-          engines e0–e7       GPUs 0–7 in turn  8 × 54.2 GiB  8 × 450.0 MiB
+          trainer rank 0      GPU 0 in turn         24.0 GiB       42.3 GiB
+          trainer ranks 1–7   GPUs 1–7 in turn  7 × 24.0 GiB   7 × 11.8 GiB
+          engines e0–e7       GPUs 0–7 in turn  8 × 54.2 GiB  8 × 400.0 MiB
 node-1    relay               -                            -       46.2 GiB
-          trainer ranks 8–15  GPUs 0–7 in turn  8 × 24.6 GiB   8 × 11.9 GiB
-          engines e8–e15      GPUs 0–7 in turn  8 × 54.2 GiB  8 × 450.0 MiB
+          trainer ranks 8–15  GPUs 0–7 in turn  8 × 24.0 GiB   8 × 11.8 GiB
+          engines e8–e15      GPUs 0–7 in turn  8 × 54.2 GiB  8 × 400.0 MiB
 """
 
 
@@ -108,7 +108,7 @@ def test_shared_gpus_are_marked() -> None:
 
 def test_workers_are_named_by_their_numbers() -> None:
     text = " ".join(shown(80, "workers.count=4", "workers.pool=rollouts").split())
-    assert "workers w0–w3 rollouts - - 4 × 450.0 MiB" in text
+    assert "workers w0–w3 rollouts - - 4 × 400.0 MiB" in text
 
 
 def test_a_dry_run_prints_the_table_and_passes() -> None:

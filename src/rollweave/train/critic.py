@@ -220,7 +220,10 @@ class Critic:
         trainer = config.trainer
         lr = config.critic.lr
         self._gae_lambda = config.critic.gae_lambda
-        self._schedule = trainer if lr is None else trainer.model_copy(update={"lr": lr})
+        schedule = trainer.lr if isinstance(trainer.lr, dict) else {}
+        self._schedule = (
+            trainer if lr is None else trainer.model_copy(update={"lr": {**schedule, "peak": lr}})
+        )
         self._steps = config.run.steps
         self.model = load_value_model(
             model_dir,

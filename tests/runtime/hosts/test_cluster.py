@@ -400,7 +400,7 @@ def test_hosts_that_lack_memory_are_named(tmp_path: Path, agents: Agents) -> Non
     shutil.copy(example, tmp_path / "model")
     config = config_of(tmp_path, agents, hosts=1)
     agents.start("a")
-    with pytest.raises(ConfigError, match=r"model: must fit, .* of a, got .*: about"):
+    with pytest.raises(ConfigError, match=r"trainer.ranks: must fit, .* of a, got .*: about"):
         fake_runs.run(config)
     assert agents.statuses() == {"a": 0}
 
