@@ -25,14 +25,18 @@ class Timed(World):
     """
 
     write_s = 1.0
+    waits = False
+    """Whether the trainer's update waits until the checkpoint is written."""
     copies = True
 
     def execute(self, command: c.Command) -> None:
         if isinstance(command, c.TrainStep):
             self.trainer_step += 1
             self.numbers += 1
+            saving = self.core.state.trainer.saving is not None
             self.later(
-                e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part), 10.0
+                e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part),
+                10.0 + self.write_s * (self.waits and saving),
             )
         elif isinstance(command, c.SaveCheckpoint):
             self.checkpoints = dict.fromkeys((*command.keep, command.step), 0)
@@ -118,6 +122,14 @@ def test_a_checkpoint_that_is_never_written_times_out_and_is_named() -> None:
     while not timed.warnings:
         timed.step()
     assert "stuck writing checkpoint 0 for" in timed.warnings[0].message
+
+
+def test_a_step_is_not_stuck_while_its_update_waits_for_a_checkpoint() -> None:
+    timed = world(write_s=595.0, steps=3, checkpoint_every=1)
+    timed.waits = True
+    timed.to_the_end()
+    assert not timed.warnings
+    assert timed.core.state.checkpoints.newest == 3
 
 
 def test_the_loss_of_the_trainer_is_reported_with_its_cost() -> None:

@@ -37,7 +37,9 @@ def test_learning_rate() -> None:
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.AdamW]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    return model, new_optimizer(model, TrainerConfig(weight_decay=0.0), lr=0.1)
+    return model, new_optimizer(
+        model, TrainerConfig(weight_decay=0.0), lr=0.1, device=torch.device("cpu")
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int) -> None:

@@ -201,11 +201,15 @@ def _check_trainer(run: Run) -> None:
     elif trainer.status is TrainerStatus.STARTING:
         if waited > limits.start_s:
             training.restart(run, f"not ready within {limits.start_s:g} s")
-    elif trainer.status is not TrainerStatus.IDLE and waited > limits.train_s:
-        training.restart(run, f"stuck {trainer.status} for {waited:.0f} s")
-    elif trainer.saving is not None and run.now - trainer.save_requested_at > limits.train_s:
+    elif trainer.saving is not None:
         waited = run.now - trainer.save_requested_at
-        training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")
+        if waited > limits.train_s:
+            training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")
+    elif trainer.status is not TrainerStatus.IDLE:
+        # an update may have waited until the checkpoint before it was written
+        waited = run.now - max(trainer.since, trainer.save_requested_at + trainer.last_save_s)
+        if waited > limits.train_s:
+            training.restart(run, f"stuck {trainer.status} for {waited:.0f} s")
 
 
 DEADLINES: tuple[tuple[str, Step | None], ...] = (

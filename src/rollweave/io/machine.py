@@ -159,8 +159,10 @@ def give_back_memory(device: "torch.device") -> None:
 def return_freed_memory() -> None:
     """Let this process return each large block to the system as soon as it is freed.
     Otherwise glibc keeps blocks of up to 32 MiB, and loses what other sizes leave
-    between them.
+    between them. A threshold of the user's own (`MALLOC_MMAP_THRESHOLD_`) stays.
     """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 

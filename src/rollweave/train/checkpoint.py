@@ -74,7 +74,7 @@ HEADER_ALIGNMENT = 8
 """The header of a safetensors file is a multiple of this number of bytes."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Checkpoint:
     """The state that a trainer needs to continue after `step` completed steps.
 
@@ -93,6 +93,11 @@ class Checkpoint:
     """Tensors that training does not change. A checkpoint is read without them."""
     critic: Mapping[str, torch.Tensor] | None = None
     critic_optimizer: Mapping[str, torch.Tensor] | None = None
+
+    def forget_trained(self) -> None:
+        """Let go of all tensors that training changes."""
+        self.model = self.optimizer = {}
+        self.reference = self.critic = self.critic_optimizer = None
 
     def sharded(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the parts whose tensors are sharded over the ranks."""
@@ -153,6 +158,7 @@ def save(
         with new_directory(path) as directory:
             for name, tensors in checkpoint.sharded().items():
                 _save_tensors(tensors, directory / file_of(name))
+                del tensors
             on_written()
             finish(directory, {})
         return

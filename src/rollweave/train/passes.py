@@ -278,7 +278,7 @@ def warm_up(
     Trains on the output tokens, with `observations` on prompt and observation
     tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
     """
-    optimizer = new_optimizer(passes.model, trainer, lr=lr)
+    optimizer = new_optimizer(passes.model, trainer, lr=lr, device=passes.device)
     losses = []
     for step in range(steps):
         examples = [

@@ -168,13 +168,14 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
 
 
-def new_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> torch.optim.AdamW:
-    """Return AdamW of the trained parameters, with its moments in the host's memory if
-    that is configured.
+def new_optimizer(
+    model: nn.Module, trainer: TrainerConfig, *, lr: float, device: torch.device
+) -> torch.optim.AdamW:
+    """Return AdamW of the parameters that are trained on `device`, with its moments in
+    the host's memory if that is configured.
     """
     parameters = list(trained_parameters(model).values())
-    frugal = all(parameter.device.type == "cpu" for parameter in parameters)
-    kind = FrugalAdamW if frugal else torch.optim.AdamW
+    kind = FrugalAdamW if device.type == "cpu" else torch.optim.AdamW
     if "optimizer" in trainer.save_memory:
         kind = OffloadedAdamW
     return kind(parameters, lr=lr, betas=BETAS, weight_decay=trainer.weight_decay, fused=True)
@@ -305,7 +306,7 @@ class TrainedState:
     ) -> None:
         self._model, self._ranks, self._device = model, ranks, device
         self._on_device = on_device
-        self.optimizer = new_optimizer(model, trainer, lr=trainer.peak_lr)
+        self.optimizer = new_optimizer(model, trainer, lr=trainer.peak_lr, device=device)
 
     def snapshot(self) -> Snapshot:
         return Snapshot.take(self._model, self.optimizer)

@@ -1,7 +1,8 @@
 """The trainer: one command in, one reply out.
 
 Invariants: `handle` never raises for bad input, but replies with a failure; a failed
-step leaves weights, optimizer and step as they were; versions of weights are the
+step leaves weights, optimizer and step as they were, unless memory ran out in the
+update itself; versions of weights are the
 controller's business, and the trainer only counts completed steps; with several ranks
 every rank gets every command and gives the same reply; in a colocated run the state is
 on the devices from `TrainOn` to the next `Publish` alone, and for the warm-up.
@@ -66,9 +67,6 @@ EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, Arith
 the process.
 """
 
-WRITE_S = 1800.0
-"""Maximum seconds for which an update waits for a checkpoint of the state before it."""
-
 
 class Trainer:
     """Holds the model, the optimizer and the step.
@@ -90,11 +88,12 @@ class Trainer:
         Raises `TrainerError` for a model that it cannot train.
         """
         torch.set_num_threads(TRAINER_THREADS)
-        return_freed_memory()
         self._config = config
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         device = device_named(config.model.device)
+        if device.type == "cpu":
+            return_freed_memory()
         self._ranks = ranks = with_tensor_groups(ranks, config.trainer.tensor_parallel, device)
         # engines may have the device now; shards are made there, and leave immediately
         alone = config.trainer.colocated and ranks.world_size == 1
@@ -388,8 +387,8 @@ class Trainer:
         )
 
     def _constants(self) -> dict[str, torch.Tensor]:
-        """Return copies of the checkpoint's tensors that training does not change;
-        nothing with adapters, where training changes none of the model's tensors.
+        """Return the checkpoint's tensors that training does not change, in the host's
+        memory; nothing with adapters, with which training changes none of the model's.
         """
         if self._config.lora is not None:
             return {}
@@ -430,6 +429,11 @@ class Trainer:
     def _write(self, command: Save, state: checkpoint.Checkpoint) -> str:
         """Write a checkpoint, and return the error, or "" on success."""
         lora, source = self._config.lora, self._model_dir if command.export else None
+
+        def written() -> None:
+            state.forget_trained()
+            self._written.set()
+
         try:
             checkpoint.save(
                 Path(command.path),
@@ -438,7 +442,7 @@ class Trainer:
                 export_from=source,
                 export_dtype=self._dtype,
                 adapted=None if lora is None else checkpoint.Adapted(lora, self._model.stored),
-                on_written=self._written.set,
+                on_written=written,
             )
         except EXPECTED as problem:
             return _error_text(problem)
@@ -448,8 +452,9 @@ class Trainer:
 
     def _await_written(self) -> None:
         """Wait until the state may change. Raises `TrainerError` if it takes long."""
-        if not self._written.wait(WRITE_S):
-            raise TrainerError(f"the checkpoint before step {self._step} takes over {WRITE_S:g} s")
+        limit_s = self._config.watchdog.train_s
+        if not self._written.wait(limit_s):
+            raise TrainerError(f"the checkpoint before step {self._step} takes over {limit_s:g} s")
 
     def _restore(self, path: Path) -> Restored:
         self._await_written()
