@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-SAMPLE_S = 0.2
+SAMPLE_S = 0.5
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
