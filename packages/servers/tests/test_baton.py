@@ -2,7 +2,10 @@
 compute at the same time, and neither one waits for a dead or hanging other.
 """
 
+import contextlib
+import errno
 import os
+import re
 import signal
 import socket
 import stat
@@ -125,15 +128,20 @@ def took(baton: Baton) -> bool:
     return taken
 
 
+def endless() -> Iterator[Row]:
+    while True:
+        yield Row(1, 1, 0, 0, 0)
+
+
 def test_an_engine_does_not_wait_for_a_lender_without_work(path: str) -> None:
     serving = Serving(path, {"rows": 4}, rows=4)
     baton = Baton(path, patience_s=10.0, wake=threading.Condition())
     until(lambda: serving.lends, "the lender must be admitted")
     for _ in range(20):
         serving.begin_step()
-        serving.end_step(None, Counts(1, 0, 0, 8), lambda: [Row(1, 1, 0, 0, 0)])
+        serving.end_step(None, Counts(1, 0, 0, 8), endless)
     until(baton.snapshot, "the lender must read the load")
-    assert baton.snapshot() == (0, 0, Counts(1, 0, 0, 8), [], [Row(1, 1, 0, 0, 0)])
+    assert baton.snapshot() == (0, 0, Counts(1, 0, 0, 8), [], None), "the counts alone"
     baton.close()
     serving.close()
     assert not Path(path).exists()
@@ -168,7 +176,96 @@ def test_a_request_that_has_just_arrived_waits_for_no_further_step(path: str) ->
     serving.close()
 
 
+def test_a_lender_that_connects_during_a_step_gets_no_offer_before_its_end(path: str) -> None:
+    serving = Serving(path, {}, rows=4)
+    serving.begin_step()
+    engine = connect(path)
+    words = engine.memory.words
+    words[shared.WANTS] = 1
+    until(lambda: serving.lends, "the lender must be admitted")
+    beats = set[int]()
+    until(lambda: len(beats) > 3 or beats.add(words[shared.BEAT]), "the engine beats")
+    snapshot = engine.memory.read()
+    assert snapshot is not None
+    assert (words[shared.OFFERED], snapshot.offer, snapshot.rows) == (0, 0, None)
+    rows = [Row(1, 1, 0, 0, 0)]
+    serving.end_step(None, Counts(1, 0, 0, 8), lambda: rows)
+    snapshot = engine.memory.read()
+    assert snapshot is not None
+    assert (words[shared.OFFERED], snapshot.offer, snapshot.rows) == (1, 1, rows)
+    words[shared.ANSWERED] = 1
+    serving.begin_step()
+    serving.end_step(None, Counts(9, 0, 0, 8), endless)
+    snapshot = engine.memory.read()
+    assert snapshot is not None
+    assert (snapshot.offer, snapshot.rows) == (2, None), "there is no room for all"
+    engine.close()
+    serving.close()
+
+
+def test_a_failed_admission_ends_neither_lending_nor_beats(
+    path: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    serving = Serving(path, {}, rows=4)
+    create, failures = os.memfd_create, 3
+
+    def fail(*arguments: Any) -> int:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return create(*arguments)
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    for _ in range(3):
+        assert refusal(path) == "Expecting value: line 1 column 1 (char 0)"
+    baton = Baton(path, patience_s=10.0, wake=threading.Condition())
+    until(lambda: took(baton), "the next lender is admitted")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        "ROLLWEAVE_LENDING: no lender is admitted for now: [Errno 24] Too many open files"
+    )
+    baton.close()
+    serving.close()
+
+
+def test_another_server_at_the_path_must_serve_the_same_model(
+    path: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = Serving(path, {"model": "m"}, rows=4)
+    baton = Baton(path, patience_s=10.0, wake=threading.Condition())
+    server = baton.about["server"]
+    first.close()
+    second, errors = Serving(path, {"model": "other"}, rows=4), list[str]()
+    until(lambda: errors or errors.extend(capfd.readouterr().err.splitlines()), "a refusal")
+    until(lambda: not second.lends, "the lender must go")
+    assert baton.snapshot() is None
+    assert errors == [
+        f"--beside: the server at {path} must serve m as before, got other: nothing is lent"
+    ]
+    second.close()
+    third = Serving(path, {"model": "m"}, rows=8)
+    until(baton.snapshot, "the third server must be found")
+    assert baton.about["server"] not in (server, second._about["server"])
+    assert baton.about["rows"] == 8
+    baton.close()
+    third.close()
+
+
 # The memory
+
+
+def test_a_lender_cannot_change_the_size_of_the_memory(path: str) -> None:
+    serving = Serving(path, {}, rows=4)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(WAIT_S)
+        connection.connect(path)
+        _, (fd,), _, _ = socket.recv_fds(connection, 4096, 1)
+        for nbytes in (0, 2 * shared.size(4)):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, nbytes)
+        os.close(fd)
+    serving.close()
 
 
 STEPS = st.builds(Step, *4 * [st.integers(0, 2**60)])
@@ -181,10 +278,12 @@ def test_a_snapshot_has_the_latest_steps_and_all_rows_that_fit(
 ) -> None:
     path = str(tmp_path_factory.mktemp("s") / "s")
     serving = Serving(path, {}, rows=4)
-    connection, _, fd = connect(path)
-    memory = Memory(fd, 4)
+    engine = connect(path)
+    memory = engine.memory
+    memory.words[shared.WANTS] = 1
     until(lambda: serving.lends, "the lender must be admitted")
     for step in steps:
+        memory.words[shared.ANSWERED] = memory.words[shared.OFFERED]
         serving.begin_step()
         serving.end_step(step, Counts(1, 2, 3, 4), lambda: rows)
     if steps:
@@ -194,9 +293,7 @@ def test_a_snapshot_has_the_latest_steps_and_all_rows_that_fit(
         assert (snapshot.done, snapshot.counts) == (len(steps), Counts(1, 2, 3, 4))
         assert snapshot.rows == (rows if len(rows) <= 4 else None)
     serving.close()
-    connection.close()
-    memory.close()
-    os.close(fd)
+    engine.close()
 
 
 @given(place=st.integers(0, shared.size(2) - 8 * shared.FIRST - 1), value=st.integers(1, 255))
@@ -288,6 +385,43 @@ def test_only_its_user_may_connect_and_a_second_engine_is_refused(path: str) -> 
     with pytest.raises(FileExistsError, match="another serving engine lends"):
         Serving(path, {}, rows=4)
     serving.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_path_of_another_file_is_refused_and_the_file_stays(path: str, kind: str) -> None:
+    place = Path(path)
+    match kind:
+        case "file":
+            place.write_text("secret")
+        case "folder":
+            place.mkdir()
+        case "link":
+            place.symlink_to("nowhere")
+    rule = f"ROLLWEAVE_LENDING must be the path of a socket, got {path}, which is another file"
+    with pytest.raises(FileExistsError, match=f"^{re.escape(rule)}$"):
+        Serving(path, {}, rows=4)
+    assert place.is_symlink() or place.is_dir() or place.read_text() == "secret"
+
+
+def test_the_socket_of_a_hanging_engine_is_refused(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(path)
+        listener.listen(0)
+        waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(path)
+        with pytest.raises(FileExistsError, match="another serving engine lends"):
+            Serving(path, {}, rows=4)
+    assert Path(path).is_socket()
+
+
+def test_an_engine_that_ends_leaves_the_socket_of_the_next_one(path: str) -> None:
+    first = Serving(path, {}, rows=4)
+    os.unlink(path)
+    second = Serving(path, {}, rows=4)
+    first.close()
+    assert Path(path).is_socket()
+    second.close()
+    first.close()
+    assert not Path(path).exists()
 
 
 def test_the_command_refuses_a_missing_server_in_one_line(tmp_path: Path) -> None:

@@ -62,6 +62,68 @@ def test_rollouts_are_computed_beside_serving_as_they_are_alone(
         assert answer.error == "the engine serves nothing itself: ask the server beside it"
 
 
+def test_every_command_of_its_own_clients_is_answered_or_has_nothing_to_do(
+    model: tuple[Path, torch.nn.Module], tmp_path: Path, engine: Program
+) -> None:
+    weights = WeightManifest(version=3, publication_id=4, files=(), tensors=())
+    kv = KvManifest(tokens=0, chunk_blocks=1, nbytes=0, digests=(), where=KvHeld(id="h"))
+    with lending(model[0], tmp_path) as lender:
+        for command in (
+            *(s.Abort(id="a"), s.Rerank(id="a", rank=1.0), s.ReleaseKv(id="a"), s.Resume()),
+            *(s.ExportKv(id="out", tokens=(1,), over=KvTransport.MEMORY),),
+            *(s.ImportKv(id="in", tokens=(1,), manifest=kv), s.Suspend(release=True)),
+            *(s.Stage(manifest=weights), s.Load(manifest=weights)),
+            s.LoadCheckpoint(version=5, publication_id=6, directory="", dtype="float32"),
+        ):
+            lender.executor.post(command)
+        assert not lender.executor._mailbox
+        why = "the engine serves nothing itself: ask the server beside it"
+        assert lender.replies._all[1:] == [
+            s.KvRefused(id="out", error=why),
+            s.KvRefused(id="in", error=why),
+            s.Suspended(in_flight=0),
+            s.StageFailed(version=3, publication_id=4, error=why),
+            s.LoadFailed(version=3, error=why),
+            s.LoadFailed(version=5, error=why),
+        ]
+
+
+def test_a_failure_while_no_step_fits_ends_only_the_loan(
+    model: tuple[Path, torch.nn.Module],
+    tmp_path: Path,
+    engine: Program,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with lending(model[0], tmp_path) as lender:
+        borrower = Borrower(str(tmp_path / "s"), borrowed(model[0]))
+        borrower.replies.wait_for(s.Ready)
+        until(lambda: lender.executor.stats().lent, "the model must be measured")
+
+        def fail(core: object) -> None:
+            raise RuntimeError("no turn can be returned")
+
+        monkeypatch.setattr(lender.executor, "_return_stalled", fail)
+        engine.process.send_signal(signal.SIGSTOP)
+        until(lambda: not lender.executor.stats().budget_pages, "the server must be missed")
+        borrower.send(asks("r"))
+        (fatal,) = borrower.replies.wait_for(s.EngineFatal)
+        assert fatal == s.EngineFatal(error="RuntimeError: no turn can be returned")
+        assert lender.stats().lending is not None
+        borrower.close()
+
+
+def test_the_profile_of_a_server_is_forgotten_when_another_one_takes_its_place(
+    model: tuple[Path, torch.nn.Module], tmp_path: Path, engine: Program
+) -> None:
+    with lending(model[0], tmp_path) as lender:
+        assumed = lender.executor._profile
+        engine.ask(FIRST_STEPS + 20)
+        until(lambda: lender.executor._profile != assumed, "its steps must be seen")
+        engine.process.kill()
+        with Program("serving_engine.py", str(tmp_path / "serving")):
+            until(lambda: lender.executor._profile == assumed, "the other one must be met")
+
+
 @pytest.mark.parametrize("kills", [True, False])
 def test_rollouts_are_returned_when_the_server_is_lost(
     model: tuple[Path, torch.nn.Module], tmp_path: Path, engine: Program, kills: bool
@@ -134,7 +196,8 @@ def test_the_profile_follows_the_steps_of_the_server() -> None:
     longest = load.longest_s(given)
     assert 0 < longest < 0.2
     assert load.slack(given, 0.0) == pytest.approx(SLO.ttft_s - longest)
-    load.observe(snapshot(warm()), given)  # another server, which has computed less
+    load.begin(chunk_tokens=512)  # another server
+    load.observe(snapshot(warm()), given)
     assert load.profile.decode.points == ((1, 0.05),)
 
 

@@ -9,11 +9,13 @@ connection, after a drop, and without recent beats, `take` returns None.
 
 import contextlib
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import EngineSpec
@@ -41,9 +43,23 @@ engine waits for no lender that does not want to.
 """
 
 
-def connect(path: str) -> tuple[socket.socket, dict[str, Any], int]:
-    """Connect to the serving engine at `path`. Return the connection, the engine's
-    description of itself, and the file descriptor of the memory.
+class ConnectedEngine(NamedTuple):
+    """A serving engine that is connected: the connection, the engine's description of
+    itself, and the memory.
+    """
+
+    connection: socket.socket
+    about: dict[str, Any]
+    memory: Memory
+
+    def close(self) -> None:
+        """End the connection, and unmap the memory."""
+        self.connection.close()
+        self.memory.close()
+
+
+def connect(path: str) -> ConnectedEngine:
+    """Connect to the serving engine at `path`.
 
     Raises ConfigError, which names the host, if no engine there lends to this lender.
     """
@@ -58,16 +74,18 @@ def connect(path: str) -> tuple[socket.socket, dict[str, Any], int]:
             raise ValueError(f"its protocol is {about['protocol']}, ours {shared.PROTOCOL}")
         if about["taken"]:
             raise ValueError("it has another lender")
+        memory = Memory(fds[0], about["rows"])
         connection.settimeout(None)
-        return connection, about, fds[0]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return ConnectedEngine(connection, about, memory)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         connection.close()
-        for fd in fds:
-            _close(fd)
         raise ConfigError(
             f"--beside must be the socket of a vLLM on host {socket.gethostname()} that was "
             f"started with --scheduler-cls {SCHEDULER}, got {path}: {_reason(error)}"
         ) from None
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def check(spec: EngineSpec, model: str) -> None:
@@ -75,10 +93,9 @@ def check(spec: EngineSpec, model: str) -> None:
     lends at the socket of `spec`.
     """
     assert spec.lend is not None
-    connection, about, fd = connect(spec.lend.beside)
-    connection.close()
-    _close(fd)
-    served = str(about["model"])
+    engine = connect(spec.lend.beside)
+    engine.close()
+    served = str(engine.about["model"])
     if served != model and Path(served).absolute() != Path(spec.model).absolute():
         raise ConfigError(
             f"CHECKPOINT must be the model that the server at {spec.lend.beside} serves, {served}, "
@@ -101,12 +118,15 @@ class Baton:
         self._connection: socket.socket | None = None
         self._held = self._looks = self._wants = False
         self._considered = 0
+        self._refused: object = ""
         self._worked_at = -RESTS_S
         self.signals = 0
         self._closed = threading.Event()
         first = connect(path)
-        self.about = first[1]
-        """The serving engine's description of itself."""
+        self.about = first.about
+        """The serving engine's description of itself. Another engine, which takes its
+        place, has another value of `server`.
+        """
         self._thread = threading.Thread(target=self._run, args=(first,), name="baton", daemon=True)
         self._thread.start()
 
@@ -193,28 +213,45 @@ class Baton:
 
     # The thread that is connected
 
-    def _run(self, engine: tuple[socket.socket, dict[str, Any], int] | None) -> None:
+    def _run(self, engine: ConnectedEngine | None) -> None:
         while not self._closed.is_set():
             if engine is None:
                 self._closed.wait(RETRY_S)
-                with contextlib.suppress(ConfigError):
-                    engine = connect(self._path)
+                engine = self._connect_again()
                 continue
-            connection, self.about, fd = engine
-            memory = Memory(fd, self.about["rows"])
-            _close(fd)
+            connection, self.about, memory = engine
             self._begin(connection, memory)
             with contextlib.suppress(OSError):
                 while not self._closed.is_set() and connection.recv(64):
                     self._heed(memory)
             with self._changed:
-                self._memory = self._connection = engine = None
-                connection.close()
-                memory.close()
+                self._memory = self._connection = None
+                engine.close()
+            engine = None
             self._notify()
         if engine is not None:  # it was closed before the first look
-            engine[0].close()
-            _close(engine[2])
+            engine.close()
+
+    def _connect_again(self) -> ConnectedEngine | None:
+        """Return the serving engine, or the next one at its path; None if there is none,
+        or if it serves another model, which is said once.
+        """
+        try:
+            engine = connect(self._path)
+        except ConfigError:
+            return None
+        served, model = engine.about.get("model"), self.about.get("model")
+        if served == model:
+            self._refused = ""
+            return engine
+        engine.close()
+        if served != self._refused:
+            self._refused = served
+            sys.stderr.write(
+                f"--beside: the server at {self._path} must serve {model} as before, got {served}: "
+                "nothing is lent\n"
+            )
+        return None
 
     def _begin(self, connection: socket.socket, memory: Memory) -> None:
         with self._changed:
@@ -244,10 +281,6 @@ class Baton:
         with self._wake:
             self.signals += 1
             self._wake.notify()
-
-
-def _close(fd: int) -> None:
-    socket.close(fd)
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,7 @@ is its own: its use, which the run is told, decides whether the engine is lent a
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 import torch
@@ -22,19 +23,34 @@ from rollweave.engine.pages import PagePool, driver_of
 from rollweave.io.machine import computed_dtype, device_named
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (
+    Abort,
     Add,
+    Beat,
     EngineCommand,
     EngineReply,
     EngineSpec,
     EngineStats,
+    ExportKv,
     FinishReason,
     Generated,
     GenerateResult,
+    ImportKv,
+    KvRefused,
     LendingStats,
+    Load,
+    LoadCheckpoint,
+    LoadFailed,
     Ready,
+    ReleaseKv,
+    Rerank,
+    Resume,
     Sampled,
     Shutdown,
+    Stage,
+    StageFailed,
     Stats,
+    Suspend,
+    Suspended,
 )
 from rollweave.weights.checkpoint import ModelShape, read_shape
 from rollweave_servers.baton import Baton
@@ -50,6 +66,9 @@ OBSERVE_S = 0.5
 """Seconds between two looks at the server while there are no rollouts. Snapshots have
 more steps than a server computes in this time.
 """
+
+
+SERVES_NOTHING = "the engine serves nothing itself: ask the server beside it"
 
 
 class FixedShare:
@@ -137,17 +156,32 @@ class BesideServing(LendingEngine):
         self._observed_at = clock()
 
     def post(self, command: EngineCommand) -> None:
+        """Answer a command of the engine's own clients, from any thread."""
         match command:
             case Stats():
                 self._call(lambda: self._reply(Sampled(stats=self._engine_stats())))
             case Add(request=request):
-                text = "the engine serves nothing itself: ask the server beside it"
-                result = GenerateResult.empty(request.id, FinishReason.ERROR, text)
+                result = GenerateResult.empty(request.id, FinishReason.ERROR, SERVES_NOTHING)
                 self._reply(Generated(result=result))
+            case ExportKv(id=id) | ImportKv(id=id):
+                self._reply(KvRefused(id=id, error=SERVES_NOTHING))
+            case Stage(manifest=manifest):
+                key = {"version": manifest.version, "publication_id": manifest.publication_id}
+                self._reply(StageFailed(**key, error=SERVES_NOTHING))
+            case Load(manifest=manifest):
+                self._reply(LoadFailed(version=manifest.version, error=SERVES_NOTHING))
+            case LoadCheckpoint(version=version):
+                self._reply(LoadFailed(version=version, error=SERVES_NOTHING))
+            case Suspend():
+                self._reply(Suspended(in_flight=0))
+            case Abort() | Rerank() | ReleaseKv() | Resume():
+                pass  # there is no request or export, and nothing stands still
             case Shutdown():
                 self._call(self._end_soon)
-            case _:
+            case Beat():
                 super().post(command)
+            case _:
+                assert_never(command)
 
     def _end_soon(self) -> None:
         self._ends = True
@@ -161,6 +195,7 @@ class BesideServing(LendingEngine):
         self._shared = FixedShare(spec)
         self._baton = Baton(self.lend.beside, patience_s=self._slo.ttft_s, wake=self._wake)
         about = self._baton.about
+        self._server = about["server"]
         self._load = PublishedLoad(self._slo, chunk_tokens=about["chunk_tokens"])
         self._profile = self._load.profile
         return Ready(
@@ -180,7 +215,7 @@ class BesideServing(LendingEngine):
         while not self._ends:
             signals = baton.signals
             borrowed = self._borrowed
-            if self._events or self._mailbox or (borrowed is not None and borrowed.mailbox):
+            if self._events or (borrowed is not None and borrowed.mailbox):
                 baton.look_away()
             self._take_events()
             if not self._compute_for_borrower(baton):
@@ -207,7 +242,11 @@ class BesideServing(LendingEngine):
         """Compute a rollout step, or one that measures the borrower's model, if it may
         run now. Return whether it did.
         """
-        now = self._clock()
+        now, about = self._clock(), baton.about
+        if about["server"] != self._server:
+            self._server = about["server"]
+            self._load.begin(chunk_tokens=about["chunk_tokens"])
+            self._profile = self._load.profile
         if not self._has_work:
             self._progress.restart(now)
             baton.rest()
@@ -219,7 +258,8 @@ class BesideServing(LendingEngine):
         snapshot = baton.take()
         if snapshot is None:
             if self._borrowed is not None and self._admission is not None:
-                self._return_stalled(self._borrowed.core)
+                core = self._borrowed.core
+                self._for_borrower(lambda: self._return_stalled(core))
             return False
         try:
             self._observe(snapshot)

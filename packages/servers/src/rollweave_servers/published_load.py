@@ -62,15 +62,17 @@ class PublishedLoad:
     """
 
     def __init__(self, slo: Slo, *, chunk_tokens: int) -> None:
-        self._slo, self._chunk_tokens = slo, chunk_tokens
+        self._slo = slo
         self._serving = ServingLoad()
+        self.busy_s = 0.0
+        """Seconds of the steps that were seen, of all engines."""
+        self.begin(chunk_tokens=chunk_tokens)
+
+    def begin(self, *, chunk_tokens: int) -> None:
+        """Forget what the steps have shown: the next snapshots are another engine's."""
+        self._chunk_tokens = chunk_tokens
         self._rows: list[Row] | None = []
         self._done = 0
-        self.busy_s = 0.0
-        """Seconds of the engine's steps that were seen."""
-        self._forget()
-
-    def _forget(self) -> None:
         ttft_s, tpot_s = (min(limit, 1e6) for limit in (self._slo.ttft_s, self._slo.tpot_s))
         self._prefill = _Measured(FIRST_PROMPT, ASSUMED * ttft_s / FIRST_MARGIN)
         self._decode = _Measured(1, ASSUMED * tpot_s)
@@ -87,9 +89,6 @@ class PublishedLoad:
 
     def observe(self, snapshot: Snapshot, admission: Admission | None) -> None:
         """Learn from a snapshot, and correct the estimates of `admission`."""
-        if snapshot.done < self._done:  # it is another engine
-            self._done = 0
-            self._forget()
         self._rows = snapshot.rows
         first = snapshot.done - len(snapshot.steps)
         fresh = [

@@ -69,13 +69,17 @@ class Scheduler:
         self.ended = True
 
 
-def config(*, asynchronous: bool = False, stages: int = 1) -> SimpleNamespace:
+def config(
+    *, asynchronous: bool = False, stages: int = 1, ranks: int = 1, rank: int = 0
+) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=SimpleNamespace(model="m"),
         scheduler_config=SimpleNamespace(
             async_scheduling=asynchronous, max_num_batched_tokens=CHUNK
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=stages, data_parallel_size=ranks, data_parallel_index=rank
+        ),
     )
 
 
@@ -107,6 +111,9 @@ def scheduler(plugin: ModuleType) -> Iterator[Any]:
 def baton(scheduler: Any, tmp_path: Path) -> Iterator[Baton]:
     baton = Baton(str(tmp_path / "s"), patience_s=WAIT_S, wake=threading.Condition())
     until(baton.snapshot, "the lender must be admitted")
+    if baton.take() is not None:  # from now on it wants the baton
+        baton.release()
+    baton.look_away()
     yield baton
     baton.close()
 
@@ -197,11 +204,42 @@ def test_an_idle_server_and_one_that_steps_make_offers(scheduler: Any, baton: Ba
 
 
 @pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *(("scheduler", name) for name in ("work_of", "note_tokens", "rows")),
+        *(("lending", name) for name in ("begin_step", "end_step")),
+    ],
+)
+def test_an_error_in_lending_ends_lending_and_not_the_server(
+    scheduler: Any,
+    baton: Baton,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    name: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a")
+
+    monkeypatch.setattr(scheduler if place == "scheduler" else scheduler.lending, name, fail)
+    scheduler.requests["a"] = Request("a", 12)
+    for _ in range(3):
+        assert scheduler.update_from_output(scheduler.schedule()) == "outputs"
+    assert scheduler.requests["a"].num_tokens == 14
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "ROLLWEAVE_LENDING: nothing is lent any more, after an error: KeyError: 'a'"
+    until(lambda: baton.snapshot() is None, "the lender must be dropped")
+    assert not scheduler.lending.lends
+
+
+@pytest.mark.parametrize(
     ("settings", "path", "rule"),
     [
         ({}, "", "ROLLWEAVE_LENDING must be the path of a socket for lenders, got nothing"),
         ({"asynchronous": True}, "s", "async_scheduling must be false .*, got true"),
         ({"stages": 2}, "s", "pipeline_parallel_size must be 1 to lend, got 2"),
+        ({"ranks": 4}, "s", "data_parallel_size must be 1 to lend, got at least 4"),
+        ({"rank": 2}, "s", "data_parallel_size must be 1 to lend, got at least 3"),
     ],
 )
 def test_a_server_that_cannot_lend_does_not_start(

@@ -25,16 +25,23 @@ serving engine, too, where Rollweave is not installed.
 
 import array
 import contextlib
+import fcntl
+import itertools
 import json
 import mmap
 import os
 import select
 import socket
+import stat
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+VARIABLE = "ROLLWEAVE_LENDING"
+"""The environment variable with the path of the socket at which lenders connect."""
 
 PROTOCOL = 1
 """Version of this module's protocol, which a lender compares."""
@@ -49,6 +56,9 @@ STALE_S = 1.0
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.05, 10.0
 """Bounds of a lender's patience, whatever it announces."""
+
+CONNECT_S = 1.0
+"""Maximum seconds to find out whether another serving engine listens at a path."""
 
 STEPS = 256
 """Number of the latest steps in a snapshot."""
@@ -106,7 +116,8 @@ class Counts(NamedTuple):
 class Snapshot(NamedTuple):
     """The load after a step. `offer` is the number of the offer that came with it, and
     `done` the number of steps so far, of which `steps` has the latest. `rows` is None
-    if there are more requests than the memory has room for.
+    if there are more requests than the memory has room for, or they were not listed,
+    because the lender does not want to compute or has connected since the last step.
     """
 
     offer: int
@@ -239,15 +250,17 @@ class Serving:
 
     def __init__(self, path: str, about: dict[str, Any], *, rows: int) -> None:
         self._path, self._rows = path, rows
-        self._about = {"protocol": PROTOCOL, "rows": rows, **about}
+        server = f"{os.getpid()} {time.monotonic_ns()}"
+        self._about = {"protocol": PROTOCOL, "rows": rows, "server": server, **about}
         words = size(rows) // 8 - FIRST
         self._image = memoryview(array.array("q", bytes(8 * words)))
         self._lock = threading.Lock()
         self._lender: Lender | None = None
         self._between = True
-        self._waits = self._closed = False
+        self._waits = self._closed = self._refuses = False
         self._done = self._waited = 0
         self._listener = _listen(path)
+        self._file = _file_at(path)
         self._thread = threading.Thread(target=self._tend, name="lending", daemon=True)
         self._thread.start()
 
@@ -276,8 +289,9 @@ class Serving:
         self, step: Step | None, counts: Counts, rows: Callable[[], Iterable[Row]]
     ) -> None:
         """Publish the load after a step, and offer the baton to a lender that wants it.
-        `rows` returns the requests, if there is a lender. `step` is None if the engine
-        has computed nothing.
+        `rows` returns the requests; it is called only for such a lender, and iterated
+        up to the first request without room. `step` is None if the engine has computed
+        nothing.
         """
         with self._lock:
             self._between = True
@@ -287,30 +301,41 @@ class Serving:
                 image[at : at + len(step)] = array.array("q", step)
                 self._done += 1
             image[2:7] = array.array("q", counts._replace(waited=self._waited))
-            if self._lender is not None:
-                self._publish(self._lender, list(rows()))
+            lender = self._lender
+            if lender is not None:
+                offers = lender.wants and lender.has_answered
+                listed = itertools.islice(rows(), self._rows + 1) if offers else None
+                self._publish(lender, None if listed is None else list(listed), offers=offers)
 
     def close(self) -> None:
-        """End the loan, and listen no longer."""
+        """End the loan, and listen no longer. A second call does nothing."""
+        if self._closed:
+            return
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._listener.close()
         with self._lock:
             if self._lender is not None:
                 self._drop(self._lender)
+        # while the listener is open, no other file has the number of its own
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+            if _file_at(self._path) == self._file:
+                os.unlink(self._path)
+        self._listener.close()
 
-    def _publish(self, lender: Lender, rows: list[Row]) -> None:
-        """Write a snapshot, with an offer if the lender wants to compute."""
-        image, offers = self._image, lender.wants and lender.has_answered
-        fits = len(rows) <= self._rows
+    @property
+    def _is_idle(self) -> bool:
+        """True if the engine is between two steps, and has had no requests since."""
+        return self._between and not self._image[2] and not self._image[3]
+
+    def _publish(self, lender: Lender, rows: list[Row] | None, *, offers: bool) -> None:
+        """Write a snapshot, with an offer if the lender is to have one."""
+        image = self._image
         image[0], image[1] = lender.offered + offers, self._done
-        image[7] = len(rows) if fits else -1
+        image[7] = -1 if rows is None or len(rows) > self._rows else len(rows)
         first = end = HEAD + len(Step._fields) * STEPS
-        if fits and rows:
+        if rows and image[7] > 0:
             flat = array.array("q", [value for row in rows for value in row])
             end = first + len(flat)
             image[first:end] = flat
@@ -339,8 +364,7 @@ class Serving:
             if self._closed:
                 return
             if self._listener.fileno() in ready:
-                self._admit()
-                continue
+                self._admit_or_say()
             with self._lock:
                 if lender is None or lender is not self._lender:
                     continue
@@ -350,9 +374,22 @@ class Serving:
                 if lender.has_gone:
                     self._drop(lender)
                     continue
-                idle = self._between and not self._image[2] and not self._image[3]
-                if idle and lender.wants and lender.has_answered:
-                    self._publish(lender, [])
+                if self._is_idle and lender.wants and lender.has_answered:
+                    self._publish(lender, [], offers=True)
+
+    def _admit_or_say(self) -> None:
+        """Admit a lender. If that fails, the first failure of a row is written to the
+        standard error, and the next attempt follows after a beat.
+        """
+        try:
+            self._admit()
+        except OSError as error:
+            if not self._refuses:
+                sys.stderr.write(f"{VARIABLE}: no lender is admitted for now: {error}\n")
+            self._refuses = True
+            time.sleep(BEAT_S)
+        else:
+            self._refuses = False
 
     def _admit(self) -> None:
         """Admit a lender, or tell it that there is another one."""
@@ -362,35 +399,72 @@ class Serving:
             if self._lender is not None and not taken:
                 self._drop(self._lender)
         hello = json.dumps({**self._about, "taken": taken}).encode()
-        fd = os.memfd_create("rollweave-lending", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size(self._rows))
-            socket.send_fds(connection, [hello], [] if taken else [fd], socket.MSG_DONTWAIT)
-        except OSError:  # it has gone already
-            taken = True
-        if taken:
-            connection.close()
-        else:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            if taken:
+                with contextlib.suppress(OSError):  # it has gone already
+                    connection.send(hello, socket.MSG_DONTWAIT)
+                return
+            fd = _sealed_file(size(self._rows))
+            stack.callback(os.close, fd)
             memory = Memory(fd, self._rows)
             memory.words[BEAT] = time.monotonic_ns()
-            with self._lock:
-                self._lender = Lender(connection, memory)
-                self._publish(self._lender, [])
+            try:
+                socket.send_fds(connection, [hello], [fd], socket.MSG_DONTWAIT)
+            except OSError:  # it has gone already
+                memory.close()
+                return
+            stack.pop_all()
         os.close(fd)
+        with self._lock:
+            self._lender = Lender(connection, memory)
+            # the requests of a step under way are not known: an offer follows the step
+            self._publish(self._lender, [] if self._is_idle else None, offers=False)
+
+
+def _sealed_file(nbytes: int) -> int:
+    """Return the descriptor of a memory file whose size nobody can change: reading
+    beyond the end of a file that has become shorter would kill the process.
+    """
+    fd = os.memfd_create("rollweave-lending", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _file_at(path: str) -> tuple[int, int]:
+    """Return the device and the number of the file at `path`, by which it is told from
+    another one that has taken its place.
+    """
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
 
 
 def _listen(path: str) -> socket.socket:
     """Return a socket that listens at `path`, which only this user may use. The socket
-    of an engine that has died is replaced.
+    of an engine that has died is replaced; any other file stays.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.settimeout(CONNECT_S)
+        listens = True
         try:
             other.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
-            pass
-        else:
-            raise FileExistsError(f"another serving engine lends at {path}")
+            listens = False
+        except (BlockingIOError, TimeoutError):
+            pass  # many wait there already
+    if listens:
+        raise FileExistsError(f"{VARIABLE}: another serving engine lends at {path}")
     with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(
+                f"{VARIABLE} must be the path of a socket, got {path}, which is another file"
+            )
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     os.fchmod(listener.fileno(), 0o600)  # the mode with which the path is made

@@ -3,19 +3,19 @@
 
 It schedules as vLLM's own scheduler does. Before a step it waits for the rollout step
 that is under way, if there is one; after a step it publishes its load and offers the
-baton (`rollweave_lending`). Without a lender it does neither.
+baton (`rollweave_lending`). Without a lender it does neither. An error in lending ends
+lending, and not the server.
 """
 
+import contextlib
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollweave_lending import Counts, Row, Serving, Step
+from rollweave_lending import VARIABLE, Counts, Row, Serving, Step
 from vllm.v1.core.sched.scheduler import Scheduler
-
-PATH = "ROLLWEAVE_LENDING"
-"""The environment variable with the path of the socket at which lenders connect."""
 
 QUEUED = 256
 """Number of requests without a slot in a snapshot. Nothing is lent while there are
@@ -29,6 +29,8 @@ class LendingScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.began = 0
+        self.failed = False
+        """True once lending has failed, and ended."""
         self.step: tuple[int, int, int] = (0, 0, 0)
         """Prompt tokens, decoded sequences and the longest prompt of the step."""
         self.sampled: dict[str, tuple[int, int, int]] = {}
@@ -51,16 +53,45 @@ class LendingScheduler(Scheduler):  # type: ignore[misc]
         )
 
     def schedule(self, *args: Any, **options: Any) -> Any:
-        self.lending.begin_step()
+        self.lend(self.lending.begin_step)
         self.began = time.monotonic_ns()
         output = super().schedule(*args, **options)
-        self.step = self.work_of(output.num_scheduled_tokens)
+        self.lend(lambda: self.note_work(output.num_scheduled_tokens))
         return output
 
     def update_from_output(self, output: Any, *args: Any, **options: Any) -> Any:
         results = super().update_from_output(output, *args, **options)
+        self.lend(lambda: self.publish(output.num_scheduled_tokens))
+        return results
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.lending.close()
+
+    def lend(self, work: Callable[[], None]) -> None:
+        """Do what lending needs. After an error the lender is dropped, at the end of its
+        rollout step, and the engine goes on as vLLM alone.
+        """
+        if self.failed:
+            return
+        try:
+            work()
+        except Exception as error:
+            self.failed = True
+            text = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"{VARIABLE}: nothing is lent any more, after an error: {text}\n")
+            for end in (self.lending.begin_step, self.lending.close):
+                with contextlib.suppress(Exception):
+                    end()
+
+    def note_work(self, scheduled: dict[str, int]) -> None:
+        """Note what the step that was just scheduled computes."""
+        self.step = self.work_of(scheduled)
+
+    def publish(self, scheduled: dict[str, int]) -> None:
+        """Publish the load after a step, and offer the baton."""
         now = time.monotonic_ns()
-        self.note_tokens(output.num_scheduled_tokens, now)
+        self.note_tokens(scheduled, now)
         running, waiting = self.get_request_counts()
         used = round(self.get_kv_cache_usage() * self.kv_total)
         counts = Counts(running, waiting, used, self.kv_total)
@@ -68,11 +99,6 @@ class LendingScheduler(Scheduler):  # type: ignore[misc]
         computed = prefill_tokens or decode
         step = Step(now - self.began, prefill_tokens, decode, longest) if computed else None
         self.lending.end_step(step, counts, self.rows)
-        return results
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.lending.close()
 
     def work_of(self, scheduled: dict[str, int]) -> tuple[int, int, int]:
         """Return the prompt tokens of a step, the number of sequences that it decodes,
@@ -118,9 +144,9 @@ class LendingScheduler(Scheduler):  # type: ignore[misc]
 
 def path_of(config: Any) -> str:
     """Return the path of the socket. Raises ValueError for a vLLM that cannot lend."""
-    path = os.environ.get(PATH, "")
+    path = os.environ.get(VARIABLE, "")
     if not path:
-        raise ValueError(f"{PATH} must be the path of a socket for lenders, got nothing")
+        raise ValueError(f"{VARIABLE} must be the path of a socket for lenders, got nothing")
     if config.scheduler_config.async_scheduling:
         raise ValueError(
             "async_scheduling must be false (--no-async-scheduling) to lend: otherwise the device "
@@ -129,4 +155,9 @@ def path_of(config: Any) -> str:
     stages = config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise ValueError(f"pipeline_parallel_size must be 1 to lend, got {stages}")
+    # vLLM gives the ranks of a dense model a size of 1, and leaves them their numbers
+    parallel = config.parallel_config
+    ranks = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+    if ranks > 1:
+        raise ValueError(f"data_parallel_size must be 1 to lend, got at least {ranks}")
     return path
