@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from packages.servers.tests.lending_executor import borrowed, lending
-from packages.servers.tests.lending_processes import Program, until
+from packages.servers.tests.lending_processes import WAIT_S, Program, until
 from rollweave.core.policy.admission import Admission, Slo
 from rollweave.engine.coserving.offer import Offer
 from rollweave.schema import serving as s
-from rollweave_servers.lending.rollweave_lending import Counts, Row, Snapshot, Step
+from rollweave.schema.weights import WeightManifest
+from rollweave_servers.lending.rollweave_lending import Counts, Row, Serving, Snapshot, Step
 from rollweave_servers.published_load import FIRST_STEPS, PublishedLoad
 from tests.support.lending import Borrower, asks
 from tests.support.tiny_models import build, oracle_greedy, save
@@ -65,14 +66,32 @@ def test_rollouts_are_computed_beside_serving_as_they_are_alone(
 def test_every_command_of_its_own_clients_is_answered_or_has_nothing_to_do(
     model: tuple[Path, torch.nn.Module], tmp_path: Path, engine: Program
 ) -> None:
-    weights = WeightManifest(version=3, publication_id=4, files=(), tensors=())
-    kv = KvManifest(tokens=0, chunk_blocks=1, nbytes=0, digests=(), where=KvHeld(id="h"))
+    weights = WeightManifest(
+        version=3, publication_id=4, location="", tensors=(), nbytes=0, digest=""
+    )
+    kv = s.KvManifest(
+        id="in",
+        tokens=0,
+        key=b"",
+        publication_id=0,
+        model="",
+        layout="",
+        dtype="float32",
+        layers=1,
+        kv_heads=1,
+        head_dim=1,
+        block_tokens=1,
+        chunk_blocks=1,
+        nbytes=0,
+        digests=(),
+        where=s.KvHeld(parameters=""),
+    )
     with lending(model[0], tmp_path) as lender:
         for command in (
             *(s.Abort(id="a"), s.Rerank(id="a", rank=1.0), s.ReleaseKv(id="a"), s.Resume()),
-            *(s.ExportKv(id="out", tokens=(1,), over=KvTransport.MEMORY),),
-            *(s.ImportKv(id="in", tokens=(1,), manifest=kv), s.Suspend(release=True)),
-            *(s.Stage(manifest=weights), s.Load(manifest=weights)),
+            s.ExportKv(id="out", tokens=(1,), over="shm"),
+            s.ImportKv(id="in", tokens=(1,), manifest=kv),
+            *(s.Suspend(release=True), s.Stage(manifest=weights), s.Load(manifest=weights)),
             s.LoadCheckpoint(version=5, publication_id=6, directory="", dtype="float32"),
         ):
             lender.executor.post(command)
@@ -117,11 +136,15 @@ def test_the_profile_of_a_server_is_forgotten_when_another_one_takes_its_place(
 ) -> None:
     with lending(model[0], tmp_path) as lender:
         assumed = lender.executor._profile
-        engine.ask(FIRST_STEPS + 20)
-        until(lambda: lender.executor._profile != assumed, "its steps must be seen")
+        engine.ask(FIRST_STEPS)
+        engine.ask(1)  # a prompt that counts
+        until(lambda: lender.executor._profile.chunked != assumed.chunked, "a prompt is seen")
         engine.process.kill()
-        with Program("serving_engine.py", str(tmp_path / "serving")):
-            until(lambda: lender.executor._profile == assumed, "the other one must be met")
+        engine.process.wait(WAIT_S)
+        with Program("serving_engine.py", str(tmp_path / "serving")) as another:
+            another.ask(5 * FIRST_STEPS)  # more steps than the first one, but no such prompt
+            until(lambda: lender.executor._profile.chunked == assumed.chunked, "it is met")
+            until(lambda: lender.executor._profile != assumed, "its steps must be seen")
 
 
 @pytest.mark.parametrize("kills", [True, False])
@@ -143,6 +166,22 @@ def test_rollouts_are_returned_when_the_server_is_lost(
         assert offer.state().recalled
         assert not offer.state().takes
         borrower.close()
+
+
+def test_the_engine_ends_when_the_server_comes_back_with_another_model(
+    model: tuple[Path, torch.nn.Module], tmp_path: Path, engine: Program
+) -> None:
+    with lending(model[0], tmp_path) as lender:
+        engine.process.kill()
+        engine.process.wait(WAIT_S)
+        other = Serving(str(tmp_path / "serving"), {"model": "other"}, rows=16)
+        (fatal,) = lender.replies.wait_for(s.EngineFatal)
+        assert isinstance(fatal, s.EngineFatal)
+        assert fatal.error == (
+            f"ConfigError: CHECKPOINT must be the model that the server at {tmp_path}/serving "
+            "serves, other, got m"
+        )
+        other.close()
 
 
 def test_a_share_without_room_for_the_runs_model_is_refused(

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -97,10 +96,11 @@ def check(spec: EngineSpec, model: str) -> None:
     engine.close()
     served = str(engine.about["model"])
     if served != model and Path(served).absolute() != Path(spec.model).absolute():
-        raise ConfigError(
-            f"CHECKPOINT must be the model that the server at {spec.lend.beside} serves, {served}, "
-            f"got {model}"
-        )
+        raise ConfigError(_other_model(spec.lend.beside, served=served, given=model))
+
+
+def _other_model(path: str, *, served: object, given: object) -> str:
+    return f"CHECKPOINT must be the model that the server at {path} serves, {served}, got {given}"
 
 
 class Baton:
@@ -118,7 +118,10 @@ class Baton:
         self._connection: socket.socket | None = None
         self._held = self._looks = self._wants = False
         self._considered = 0
-        self._refused: object = ""
+        self.error = ""
+        """Why the baton does not come back: the next server at the path serves another
+        model. "" before that.
+        """
         self._worked_at = -RESTS_S
         self.signals = 0
         self._closed = threading.Event()
@@ -214,7 +217,7 @@ class Baton:
     # The thread that is connected
 
     def _run(self, engine: ConnectedEngine | None) -> None:
-        while not self._closed.is_set():
+        while not self._closed.is_set() and not self.error:
             if engine is None:
                 self._closed.wait(RETRY_S)
                 engine = self._connect_again()
@@ -233,8 +236,8 @@ class Baton:
             engine.close()
 
     def _connect_again(self) -> ConnectedEngine | None:
-        """Return the serving engine, or the next one at its path; None if there is none,
-        or if it serves another model, which is said once.
+        """Return the serving engine, or the next one at its path. Return None if there
+        is none, or if it serves another model.
         """
         try:
             engine = connect(self._path)
@@ -242,15 +245,10 @@ class Baton:
             return None
         served, model = engine.about.get("model"), self.about.get("model")
         if served == model:
-            self._refused = ""
             return engine
         engine.close()
-        if served != self._refused:
-            self._refused = served
-            sys.stderr.write(
-                f"--beside: the server at {self._path} must serve {model} as before, got {served}: "
-                "nothing is lent\n"
-            )
+        self.error = _other_model(self._path, served=served, given=model)
+        self._notify()
         return None
 
     def _begin(self, connection: socket.socket, memory: Memory) -> None:

@@ -214,6 +214,8 @@ class BesideServing(LendingEngine):
         assert baton is not None
         while not self._ends:
             signals = baton.signals
+            if baton.error:
+                raise ConfigError(baton.error)
             borrowed = self._borrowed
             if self._events or (borrowed is not None and borrowed.mailbox):
                 baton.look_away()

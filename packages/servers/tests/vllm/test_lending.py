@@ -14,7 +14,7 @@ import pytest
 from packages.servers.tests.lending_processes import WAIT_S, until
 from rollweave_servers import lending
 from rollweave_servers.baton import Baton
-from rollweave_servers.lending.rollweave_lending import Counts, Snapshot
+from rollweave_servers.lending.rollweave_lending import Snapshot
 
 CHUNK = 8
 
@@ -134,7 +134,7 @@ def test_a_snapshot_has_the_requests_and_the_last_step(scheduler: Any, baton: Ba
     ((took, *work),) = snapshot.steps
     assert 0 < took < time.monotonic_ns() - before
     assert work == [8, 0, 12]
-    assert snapshot.counts == Counts(1, 0, 16, 64)
+    assert snapshot.counts[:4] == (1, 0, 16, 64)
     assert snapshot.rows is not None
     (row,) = snapshot.rows
     assert abs(row.arrived - before) < 10**9
@@ -143,7 +143,7 @@ def test_a_snapshot_has_the_requests_and_the_last_step(scheduler: Any, baton: Ba
     scheduler.requests["c"] = Request("c", 6)
     snapshot = step(scheduler, baton)
     assert snapshot.steps[-1][1:] == (6, 0, 12)  # 12 of a's, of which it computed the rest
-    assert snapshot.counts == Counts(2, 1, 16, 64)
+    assert snapshot.counts[:4] == (2, 1, 16, 64)
     assert snapshot.rows is not None
     a, b, c = snapshot.rows
     assert (a.missing, a.tokens, a.first) == (1, 1, a.newest)

@@ -384,7 +384,7 @@ class Serving:
         try:
             self._admit()
         except OSError as error:
-            if not self._refuses:
+            if not self._refuses and not self._closed:
                 sys.stderr.write(f"{VARIABLE}: no lender is admitted for now: {error}\n")
             self._refuses = True
             time.sleep(BEAT_S)

@@ -69,7 +69,7 @@ class LendingScheduler(Scheduler):  # type: ignore[misc]
         self.lending.close()
 
     def lend(self, work: Callable[[], None]) -> None:
-        """Do what lending needs. After an error the lender is dropped, at the end of its
+        """Do what lending needs. After an error the lender is dropped at the end of its
         rollout step, and the engine goes on as vLLM alone.
         """
         if self.failed:
