@@ -11,8 +11,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Usage:
-    """The resources that the process `root` and all processes below it use, sampled on a
-    thread.
+    """The resources that the process `root` and all processes below it use, sampled on
+    a thread.
 
     `peak` is the largest sum of their memory in bytes, in which a page that several of
     them share counts once (PSS). A process counts from its first sample on, and keeps
