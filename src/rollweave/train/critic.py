@@ -22,7 +22,7 @@ from torch import nn
 
 from rollweave.io.machine import computed_dtype
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.training import OF_CRITIC
+from rollweave.schema.config.training import OF_CRITIC, Schedule
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch, Trajectory, TurnSpan
 from rollweave.train.advantages import MIN_DEVIATION, reward_of, turn_rewards, turns_of
@@ -220,10 +220,10 @@ class Critic:
         trainer = config.trainer
         lr = config.critic.lr
         self._gae_lambda = config.critic.gae_lambda
-        schedule = trainer.lr if isinstance(trainer.lr, dict) else {}
-        self._schedule = (
-            trainer if lr is None else trainer.model_copy(update={"lr": {**schedule, "peak": lr}})
-        )
+        if lr is not None:
+            schedule = trainer.lr if isinstance(trainer.lr, dict) else Schedule(peak=lr)
+            trainer = trainer.model_copy(update={"lr": schedule | {"peak": lr}})
+        self._schedule = trainer
         self._steps = config.run.steps
         self.model = load_value_model(
             model_dir,
