@@ -396,6 +396,21 @@ def test_names_the_measure_of_a_target(tmp_path: Path) -> None:
     assert (target.status, target.detail[:36]) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("judge", "not tried: it calls a role, and a dry run starts none"),
+        ("judges", "a role of the run (judges), got role('judge') (did you mean judges?)"),
+    ],
+)
+def test_an_environment_calls_only_roles_of_the_run(tmp_path: Path, name: str, found: str) -> None:
+    judges = "tests.runtime.roles.judges"
+    roles = f"roles={{{name}={{cls='{judges}:Judge'}}}}"
+    text = CONFIG.replace("tests.cli.envs:Fine", f"{judges}:Lake")
+    _, checks = examine_domain(config(tmp_path, roles, "warmup.steps=0", text=text), 0, deep=True)
+    assert found in checks[-1].detail
+
+
 def test_a_shallow_check_does_not_reset_the_environment(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "tasks.0.env=tests.cli.envs:Raises"), deep=False)
     assert failures(checks) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollweave import role
 from rollweave.record.store import Ended, Scored, TrajectoryReader, TrajectoryStore
 from rollweave.schema import work
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
@@ -22,6 +23,8 @@ FUNCTION = "tests.cli.test_rescore:judged"
 
 def judged(conversation: tuple[Message, ...], task: work.Task, reward: float) -> float:
     """Return a reward for all but one conversation."""
+    if conversation[-1].content == os.environ.get("ASKS", ""):
+        role("judge").score([])
     if conversation[-1].content == "lost":
         raise ValueError("still broken")
     return float(os.environ.get("JUDGED", "2"))
@@ -141,6 +144,13 @@ def test_missing_rewards_are_asked_for_again(run: Path, monkeypatch: pytest.Monk
     code, text, _ = invoke("rescore", str(run))
     assert (code, text.strip()) == (1, "0 of 1 missing rewards were computed and written")
     assert rewards(run)["g0.0/1"] == 6.0
+
+
+def test_a_reward_that_calls_a_role_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASKS", "lost")
+    code, _, errors = invoke("rescore", str(run))
+    assert code == 2
+    assert "must have rewards that call no role, since rescore starts no roles" in errors[-1]
 
 
 def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -> None:

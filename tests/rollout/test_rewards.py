@@ -89,6 +89,25 @@ def judge(server: FakeServer, **settings: Any) -> dict[str, Any]:
     }
 
 
+async def test_the_secret_url_of_a_service_of_the_run_is_not_shown() -> None:
+    source = source_of(
+        reward_config(judge={"model": "m", "rubric": "r"}, timeout_s=0.05),
+        run_id="run",
+        threads=EnvThreads(),
+        clock=asyncio.get_running_loop().time,
+        deployed="http://127.0.0.1:9/secret/extra",
+    )
+    asking = asyncio.create_task(source.reward(finished()))
+    await asyncio.sleep(0)
+    wait = source.wait()
+    assert wait is not None
+    assert wait.service == "reward extra"
+    with pytest.raises(EpisodeStopError, match=r"^reward extra gave no reward within") as raised:
+        await asking
+    assert "secret" not in str(raised.value) + wait.what
+    await source.close()
+
+
 # The user's function.
 
 

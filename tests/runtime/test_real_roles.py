@@ -57,24 +57,41 @@ def test_a_killed_controller_leaves_no_worker_of_a_role(tmp_path: Path) -> None:
     life.kill()
 
 
-@pytest.mark.slow
-def test_a_run_starts_the_engine_of_its_judge(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "model")
+def judged(directory: Path) -> Life:
+    """Begin a run that starts the engine of a judge, whose model is in `model`."""
+    model = directory / "model"
     judge = {
         "model": str(model),
         "rubric": "Be fair.",
         "request": {"guided_choice": ["Score: 0.25", "Score: 0.75"], "max_tokens": 20},
     }
     config = lake(
-        tmp_path,
+        directory,
         run={"steps": 1},
         rollout={"groups_per_step": 1, "group_size": 2},
         rewards=[{"name": "judge", "judge": judge}],
         eval={"every": 0, "final_episodes": 0},
     )
-    life = Life(config)
+    return Life(config)
+
+
+@pytest.mark.slow
+def test_a_judge_whose_model_cannot_be_loaded_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"torn")
+    life = judged(tmp_path)
+    assert life.end() == 2
+    (error,) = life.errors
+    assert error.startswith("error: rewards.judge.judge.model must be constructed on this host")
+    assert "must be a complete safetensors file" in error
+
+
+@pytest.mark.slow
+def test_a_run_starts_the_engine_of_its_judge(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model")
+    life = judged(tmp_path)
     life.finish()
-    reader = TrajectoryReader(RunDir(run_dir(config)).trajectories)
+    reader = TrajectoryReader(RunDir(run_dir(life.config)).trajectories)
     grades = [one.score.rewards.get("judge") for one in reader.entries if one.score is not None]
     assert set(grades) <= {0.25, 0.75}
     assert grades

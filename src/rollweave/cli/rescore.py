@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.runs import find_run
+from rollweave.envs.roles import OUTSIDE
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.rundir import RunDir, run_id
 from rollweave.record.store import (
@@ -33,7 +34,8 @@ from rollweave.schema.work import Purpose, StopReason, Trajectory
 def rescore(name: str) -> None:
     """Ask again for the missing rewards of run `name`, and write the obtained rewards.
 
-    Raises ConfigError, and typer.Exit if a reward failed again.
+    Raises ConfigError, also if a reward calls a role, and typer.Exit if a reward failed
+    again.
     """
     run = find_run(name)
     if missing := [path for path in (run.config, run.trajectories) if not path.exists()]:
@@ -56,6 +58,9 @@ def rescore(name: str) -> None:
     for error, count in errors.most_common():
         times = f" ({count} times)" if count > 1 else ""
         err.print(f"[red]{escape(error)}[/]{times}", soft_wrap=True)
+    if calling := [error for error in errors if OUTSIDE in error]:
+        rule = f"{run.config} must have rewards that call no role, since rescore starts no roles"
+        raise ConfigError(f"{rule}, got {calling[0]}")
     if errors:
         raise typer.Exit(FAILED)
 

@@ -13,7 +13,9 @@ import asyncio
 import functools
 import json
 import os
+import re
 import typing
+import urllib.parse
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.base import packed
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.roles import (
+    ROLE_NAME,
     Arguments,
     CallFailed,
     CallRefused,
@@ -35,7 +38,14 @@ from rollweave.schema.roles import (
 )
 
 VARIABLE = "ROLLWEAVE_ROLES"
-"""Environment variable with the `RolesAddress` of the run, as JSON."""
+"""Environment variable with the `RolesAddress` of the run, as JSON; `WITHIN` in the
+workers of its roles, which must not call roles.
+"""
+
+WITHIN = "within"
+
+CALL_BYTES = 64 << 20
+"""Maximum number of bytes of the arguments of a call."""
 
 MESSAGEPACK = "application/msgpack"
 """Type of the body of a call, and of its answer."""
@@ -81,8 +91,11 @@ def role(name: str) -> RunRole:
     arrive as the method annotates them; results are plain values and arrays. A call
     raises `WorkerError` if the method raised, `WorkerLostError` if a worker is lost or
     does not answer in time, TypeError for arguments that cannot be sent, and
-    ConfigError for a role or a method that the run does not have.
+    ConfigError for a role or a method that the run does not have, and in the workers of
+    roles.
     """
+    if re.fullmatch(ROLE_NAME, name) is None:
+        raise ConfigError(f"name of a role must consist of letters, digits, _ and -, got {name!r}")
     return RunRole(name)
 
 
@@ -105,16 +118,21 @@ async def _called(name: str, method: str, args: Sequence[Any], kwargs: Mapping[s
         raise ConfigError(
             f"role({name!r}) {OUTSIDE} [roles.{name}], got a program that belongs to no run"
         )
+    if given == WITHIN:
+        raise ConfigError(f"role({name!r}) must not be called from a worker of a role")
     at = msgspec.json.decode(given, type=RolesAddress)
     what = f"{name}.{method}"
-    arguments = encoded_arguments(args, kwargs, what)
+    body = encode(encoded_arguments(args, kwargs, what))
+    if len(body) > CALL_BYTES:
+        rule = f"the arguments must have at most {CALL_BYTES} bytes in a role of a run"
+        raise TypeError(f"{what}: {rule}, got {len(body)}")
     timeout = aiohttp.ClientTimeout(total=at.limit_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.post(
-                f"{at.url}/{name}/{method}",
-                data=encode(arguments),
+                f"{at.url}/{name}/{urllib.parse.quote(method)}",
+                data=body,
                 headers={"Content-Type": MESSAGEPACK},
             ) as response,
         ):

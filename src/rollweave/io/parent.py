@@ -31,6 +31,8 @@ class Parent:
         """`seal` continues the seal of the connection, if the connection has a seal."""
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
+        # a forked child that outlived this process would hide its end from the parent
+        os.register_at_fork(after_in_child=self._socket.close)
         self._seal = seal
         self._decoder = FrameDecoder(FRAME_BYTES + (0 if seal is None else CODE_BYTES))
         self._received: list[bytes] = []

@@ -84,7 +84,7 @@ class HttpService:
     variable in which the user has it. `clock` gives the times of `wait`.
 
     A request has at most `payload_bytes` bytes. `callers` is who waits for an answer,
-    as one and as several.
+    as one and as several. Waits and errors name the URL unless it is `secret`.
     """
 
     def __init__(
@@ -100,10 +100,12 @@ class HttpService:
         clock: Callable[[], float],
         payload_bytes: int | None = None,
         callers: tuple[str, str] = TRAJECTORIES,
+        secret: bool = False,
     ) -> None:
         self._start_s, self._has_answered = max(start_s, timeout_s), False
         self._callers, self._variable = callers, variable
-        self._name, self._url, self._answer, self._token = name, url, answer, token
+        self._name = name if secret else f"{name} {url}"
+        self._url, self._answer, self._token = url, answer, token
         self._timeout_s, self._clock, self._payload_bytes = timeout_s, clock, payload_bytes
         self._slots = asyncio.Semaphore(SERVICE_CALLS)
         self._session: aiohttp.ClientSession | None = None
@@ -119,7 +121,7 @@ class HttpService:
         if self._limit_s > self._timeout_s:
             what += f"; it has not answered yet, and may be starting for {self._start_s:g} s"
         return ServiceWait(
-            service=f"{self._name} {self._url}",
+            service=self._name,
             what=f"{what}; {self._trouble}" if self._trouble else what,
             since=min(self._since.values()),
         )
@@ -163,7 +165,7 @@ class HttpService:
                 self._has_answered, trouble = True, str(error)
                 unreadable += 1
                 if isinstance(error, RefusedError) or unreadable == MAX_UNREADABLE:
-                    raise ServiceError(f"{self._name} {self._url}: {error}") from error
+                    raise ServiceError(f"{self._name}: {error}") from error
             except TimeoutError:
                 pass
             self._trouble = trouble
@@ -173,8 +175,7 @@ class HttpService:
             if pause >= left_s:
                 reason = f": {trouble}" if trouble else ""
                 raise ServiceError(
-                    f"{self._name} {self._url} gave no {self._answer} within "
-                    f"{self._limit_s:g} s{reason}"
+                    f"{self._name} gave no {self._answer} within {self._limit_s:g} s{reason}"
                 )
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 

@@ -170,7 +170,8 @@ class _Chat(msgspec.Struct, frozen=True):
 class ServiceReward(Source):
     """Asks a service behind HTTP for the reward, at `path` below its URL, with a key
     that names the attempts and `run_id`. A service that has not answered yet is given
-    `start_s`. `callers` is who waits for an answer, as one and as several.
+    `start_s`. `callers` is who waits for an answer, as one and as several. The URL of a
+    service of the run itself is `secret`.
     """
 
     path: str = ""
@@ -184,6 +185,7 @@ class ServiceReward(Source):
         run_id: str,
         clock: Callable[[], float],
         start_s: float,
+        secret: bool,
     ) -> None:
         """Raises ConfigError for a token that is no printable ASCII."""
         variable = config.token_variable
@@ -199,6 +201,7 @@ class ServiceReward(Source):
             clock=clock,
             payload_bytes=PAYLOAD_BYTES,
             callers=self.callers,
+            secret=secret,
         )
 
     def body(self, attempts: Sequence[Finished], key: str) -> object:
@@ -348,7 +351,8 @@ def source_of(
         raise FieldError("judge", "have a url outside of the run that starts its engine", "none")
     if url is None:
         return FunctionReward(config, threads=threads)
-    return kind(config, url, run_id=run_id, clock=clock, start_s=start_s)
+    secret = deployed is not None
+    return kind(config, url, run_id=run_id, clock=clock, start_s=start_s, secret=secret)
 
 
 @functools.lru_cache(64)

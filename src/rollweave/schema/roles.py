@@ -14,6 +14,9 @@ import msgspec
 from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.errors import RollweaveError
 
+ROLE_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]*"
+"""Pattern of the names of roles of a run."""
+
 CONSTRUCTION = 0
 """Number of the call that makes the worker."""
 
@@ -87,13 +90,15 @@ class Returned(TaggedStruct, frozen=True, kw_only=True):
 
 class Raised(TaggedStruct, frozen=True, kw_only=True):
     """A method raised an exception. `kinds` are the names of its class and of the base
-    classes; `place` is the last line of code in its traceback.
+    classes; `place` is the last line of code in its traceback. `rule` is the rule that
+    the class of the worker breaks, if no method and no constructor raised it.
     """
 
     call: int
     kinds: tuple[str, ...]
     text: str
     place: str = ""
+    rule: str = ""
 
 
 RoleReport = Returned | Raised | StoreOpened
@@ -101,12 +106,13 @@ RoleReport = Returned | Raised | StoreOpened
 
 
 class WorkerFailure(Struct, frozen=True, kw_only=True):
-    """The exception that a method raised on one rank."""
+    """The exception that a method raised on one rank; `rule` as in `Raised`."""
 
     rank: int
     kinds: tuple[str, ...]
     text: str
     place: str = ""
+    rule: str = ""
 
     @property
     def kind(self) -> str:

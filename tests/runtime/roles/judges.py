@@ -42,9 +42,35 @@ class Judge(Worker):
     def die(self) -> None:
         os._exit(3)
 
+    @register(mode="execute_first")
+    def forks(self, fifo: str) -> None:
+        """End, and leave a process that ends once `fifo` is opened for writing."""
+        if not os.fork():
+            os.open(fifo, os.O_RDONLY)
+        os._exit(4)
+
     @register(mode="execute_one")
     def joined(self) -> None:
         self.join_ranks()
+
+    @register(mode="execute_one")
+    def asks(self) -> list[float]:
+        scores: list[float] = role("judge").score(["blue"])
+        return scores
+
+
+class Plain(Worker):
+    def score(self) -> None:
+        """Is not registered."""
+
+
+class ConfigError(Exception):
+    """Is not ours."""
+
+
+class Picky(Judge):
+    def __init__(self) -> None:
+        raise ConfigError("no weights\n  in the folder")
 
 
 class Routed(Judge):

@@ -106,6 +106,21 @@ def test_calls_in_every_mode(roles: Roles) -> None:
                 await judge.doubled([1, 2, 3])
             with pytest.raises(WorkerError, match="cannot join_ranks"):
                 await judge.joined()
+            with pytest.raises(TypeError, match=r"at most 67108864 bytes in a role .*, got 67108"):
+                await judge.score([bytes(64 << 20)])
+            with pytest.raises(
+                ConfigError, match=r"name of a role must consist of .* got 'a/../b'"
+            ):
+                role("a/../b")
+            within = r"role\('judge'\) must not be called from a worker of a role"
+            with pytest.raises(WorkerError, match=within):
+                await judge.asks()
+            os.kill(places[0][2], signal.SIGKILL)
+            await until(lambda: len(roles.warned) == 1)
+            await judge.place()  # when both are there
+            for _ in range(2):
+                with pytest.raises(WorkerError, match=within):
+                    await judge.asks()
         assert not any(alive(pid) for _, _, pid in places)
 
     asyncio.run(run())
@@ -135,6 +150,23 @@ def test_a_worker_that_is_lost_or_hangs_is_restarted_alone(roles: Roles) -> None
     assert len(roles.warned) == 3
 
 
+def test_a_process_that_a_worker_has_forked_does_not_hide_its_end(
+    roles: Roles, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    async def run() -> None:
+        async with roles.open(roles=judges()):
+            try:
+                with pytest.raises(WorkerLostError, match="exit status 4"):
+                    await role("judge").forks(str(fifo))
+            finally:
+                await asyncio.to_thread(fifo.write_bytes, b"")
+
+    asyncio.run(run())
+
+
 def test_a_role_without_workers_ends_the_run(roles: Roles) -> None:
     async def run() -> None:
         async with roles.open(roles=judges(), watchdog={"restarts": 1}):
@@ -155,13 +187,21 @@ def test_a_role_without_workers_ends_the_run(roles: Roles) -> None:
             "roles.judge.cls must be importable on this host, got 'nowhere:",
         ),
         ({"cls": f"{JUDGES}:Jugde"}, "has no Jugde (did you mean Judge?)"),
-        ({"cls": f"{JUDGES}:moves"}, "worker must be a subclass of Worker, got"),
-        ({"cls": f"{JUDGES}:Routed"}, "Routed.routed must be registered by `register` alone"),
+        ({"cls": f"{JUDGES}:moves"}, "judge.cls must be a class of workers on this host, got "),
+        ({"cls": f"{JUDGES}:Routed"}, "judge.cls must register routed by `register` alone, got "),
         (
             {"arguments": {"words": "x"}},
             "with arguments {'words': 'x'}: TypeError: Judge.__init__()",
         ),
         ({"arguments": {"word": "bad"}}, "LookupError: no such word"),
+        (
+            {"cls": f"{JUDGES}:Plain"},
+            f"roles.judge.cls must have a method with @register, got '{JUDGES}:Plain'",
+        ),
+        (
+            {"cls": f"{JUDGES}:Picky"},
+            f"be constructed on this host, got '{JUDGES}:Picky': ConfigError: no weights in the",
+        ),
         ({"gpus": 1}, "roles.judge must have a place for each worker, got worker 0: no host"),
     ],
 )

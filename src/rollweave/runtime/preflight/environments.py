@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import queue
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.run import SandboxConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, ImageError, RollweaveError
-from rollweave.schema.text import valid_tree
+from rollweave.schema.text import did_you_mean, valid_tree
 from rollweave.schema.work import Limits, Purpose, StopReason, Task, Unreadable
 
 T = TypeVar("T")
@@ -150,8 +151,14 @@ def examine_domain(
                 else:
                     first = _first_observation(config, task, drawn).messages
             except BrokenError as error:
-                if OUTSIDE not in str(error):
+                called = re.search(re.escape(OUTSIDE) + r" \[roles\.([^]]*)\]", str(error))
+                if called is None:
                     raise
+                known = list(config.roles)
+                if called[1] not in known:
+                    rule = f"environment must call a role of the run ({', '.join(known) or 'none'})"
+                    hint = did_you_mean(called[1], known)
+                    raise BrokenError(f"{rule}, got role({called[1]!r}){hint}") from error
                 missing = "not tried: it calls a role, and a dry run starts none"
             begins = " ".join(message.content for message in first).strip()
             detail = f"begins with {begins!r:.90}" if first else "its handler starts"

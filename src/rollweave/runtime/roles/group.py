@@ -350,4 +350,6 @@ def _settle(call: _Call) -> None:
 
 
 def _failure(rank: int, raised: Raised) -> WorkerFailure:
-    return WorkerFailure(rank=rank, kinds=raised.kinds, text=raised.text, place=raised.place)
+    return WorkerFailure(
+        rank=rank, kinds=raised.kinds, text=raised.text, place=raised.place, rule=raised.rule
+    )

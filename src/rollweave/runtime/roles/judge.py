@@ -5,6 +5,8 @@ with the embedded engine and the server of its APIs, which only this process rea
 import http.client
 import os
 import secrets
+import sys
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,18 +21,18 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.hosts import LOOPBACK
 from rollweave.runtime.roles.worker import Worker, register
-
-ANSWER_S = 600.0
-"""Maximum seconds of one answer."""
+from rollweave.schema.base import as_json
 
 
 class JudgeEngine(Worker):
     """Answers chat completions with the model at `model`, a directory or a name on the
-    hub.
+    hub, each within `timeout_s`. A process whose engine answers nothing for this long
+    ends, and is replaced.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, timeout_s: float) -> None:
         """Raises ConfigError for a wrong model."""
+        self._timeout_s, self._answered = timeout_s, 0.0
         place = hub.folder(hub.fetched(model, field="rewards.judge.model"))
         self._token, self._stack = secrets.token_urlsafe(16), AsyncExitStack()
         self._loop = LoopThread("judge")
@@ -53,15 +55,24 @@ class JudgeEngine(Worker):
         )
         return urlsplit(url).netloc
 
-    @register(mode="execute_one", timeout_s=ANSWER_S, beside=True)
+    @register(mode="execute_one", beside=True)
     def complete(self, body: bytes) -> tuple[int, bytes]:
         """Return the status and the body of the answer to a chat completion."""
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": JSON}
-        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection(self._address, timeout=self._timeout_s)
+        began = time.monotonic()
         try:
             connection.request("POST", "/v1/chat/completions", body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read()
+            content = answer.read()
+            self._answered = time.monotonic()
+            return answer.status, content
+        except TimeoutError:
+            text = f"the engine gave no answer within {self._timeout_s:g} s"
+            if self._answered < began:  # nor any other answer meanwhile
+                print(text, file=sys.stderr, flush=True)
+                os._exit(1)
+            return 504, as_json({"error": {"message": text}})
         finally:
             connection.close()
 

@@ -90,6 +90,7 @@ class ServerlessMethods:
                 clock=asyncio.get_running_loop().time,
                 payload_bytes=PAYLOAD_BYTES,
                 callers=("call waits", "calls wait"),
+                secret=True,
             )
         return self._services[within_s]
 

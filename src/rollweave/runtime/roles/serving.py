@@ -14,6 +14,7 @@ is annotated with it.
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import queue
 import sys
 import threading
@@ -26,7 +27,7 @@ from typing import Any
 import msgspec
 
 from rollweave.envs import registry
-from rollweave.envs.roles import decoder, encoded, encoded_arguments
+from rollweave.envs.roles import VARIABLE, WITHIN, decoder, encoded, encoded_arguments
 from rollweave.envs.threads import text_of
 from rollweave.io.parent import Parent
 from rollweave.io.wire import FRAME_BYTES, decoder_of, encode
@@ -180,6 +181,31 @@ def _import_script(path: Path) -> None:
     loader.exec_module(module)
 
 
+class UnfitClassError(ConfigError):
+    """The class of a role of a run breaks the rule, which follows the word "must"."""
+
+    def __init__(self, rule: str, text: str = "") -> None:
+        super().__init__(text)
+        self.rule = rule
+
+
+def _class_of_run(load: Callable[[str], type[Worker]], reference: str) -> type[Worker]:
+    """Return the class of a role of a run. Raises UnfitClassError."""
+    rule = "be importable"
+    try:
+        kind = load(reference)
+        rule = "be a class of workers"
+        check_worker(kind)
+    except ConfigError as error:
+        raise UnfitClassError(rule, str(error).removeprefix("worker: ")) from error
+    declared = declarations(kind)
+    if not declared:
+        raise UnfitClassError("have a method with @register")
+    if other := [name for name, one in declared.items() if one.affinity or one.serverless]:
+        raise UnfitClassError(f"register {other[0]} by `register` alone")
+    return kind
+
+
 _decode = decoder_of(RoleCommand)
 
 
@@ -235,14 +261,12 @@ class _WorkerProcess:
 
     def _made(self, load: Callable[[str], type[Worker]], start: StartWorker) -> Worker:
         """Make the worker; its attributes are set before its constructor runs."""
-        kind = load(start.worker)
-        check_worker(kind)
-        for name, declared in declarations(kind).items():
-            if not start.joins and (declared.affinity or declared.serverless):
-                raise ConfigError(
-                    f"{kind.__name__}.{name} must be registered by `register` alone in a role of a "
-                    "run, since all of its workers have the same hardware"
-                )
+        if start.joins:
+            kind = load(start.worker)
+            check_worker(kind)
+        else:
+            os.environ[VARIABLE] = WITHIN  # also for the processes that it starts
+            kind = _class_of_run(load, start.worker)
         worker = kind.__new__(kind)
         worker.rank, worker.world_size = start.rank, start.world_size
         worker.hardware, worker.devices = start.hardware, start.devices
@@ -283,6 +307,7 @@ def answer_to(call: int, execute: Callable[[], msgspec.Raw]) -> Returned | Raise
             kinds=tuple(kind.__name__ for kind in type(error).__mro__[:-1]),
             text=text_of(error),
             place=_place(error),
+            rule=error.rule if isinstance(error, UnfitClassError) else "",
         )
 
 

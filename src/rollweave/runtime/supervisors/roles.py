@@ -27,7 +27,7 @@ from aiohttp import web
 from rollweave.core.mechanisms.membership.bindings import own
 from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
 from rollweave.core.policy.waiting import Wait
-from rollweave.envs.roles import MESSAGEPACK, VARIABLE, encoded_arguments
+from rollweave.envs.roles import CALL_BYTES, MESSAGEPACK, VARIABLE, encoded_arguments
 from rollweave.io.http.bodies import body_of
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
@@ -63,11 +63,13 @@ T = TypeVar("T")
 CALL_S = 600.0
 """Maximum seconds of a call of a method that is registered without a limit."""
 
+GRACE_S = 5.0
+"""Seconds by which the process of a judge may exceed `timeout_s` of its reward: it then
+says itself that its engine gave no answer.
+"""
+
 IDLE_S = 60.0
 """Seconds without a call after which the engine of a judge ends."""
-
-CALL_BYTES = 64 << 20
-"""Maximum number of bytes of the arguments of a call."""
 
 SLACK_S = 30.0
 """Seconds by which a caller waits longer than the controller: the controller gives up
@@ -84,41 +86,56 @@ _decode_chat = msgspec.msgpack.Decoder(tuple[int, bytes])
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOfRun:
-    """A role as the configuration declares it. `cls` is the class as an error quotes
-    it. With `idle_s`, its workers are there only while they are called.
+    """A role as the configuration declares it. `given` is what declares the class, and
+    `cls` the setting with it. Methods without a limit take `call_s`. With `idle_s`, its
+    workers are there only while they are called.
     """
 
     name: str
     config: RoleConfig
     reference: str
+    given: str
     arguments: Arguments
     pools: tuple[str, ...]
+    call_s: float = CALL_S
     idle_s: float | None = None
 
     @property
     def cls(self) -> str:
-        """The setting of the class, and its value."""
-        return f"roles.{self.name}.cls" if self.config.cls else f"rewards.{self.name}.judge"
+        """The setting of the class, or of the judge's model."""
+        name = self.name
+        return f"roles.{name}.cls" if self.config.cls else f"rewards.{name}.judge.model"
 
 
 def roles_of(config: RunConfig) -> list[RoleOfRun]:
     """Return the roles of a run, with the engines of its judges."""
-    given = {name: (role, role.cls, role.arguments) for name, role in config.roles.items()}
-    for reward in config.rewards:
-        if reward.embedded and reward.judge is not None:
-            role = config.roles.get(reward.name, RoleConfig())
-            given[reward.name] = (role, JUDGE, {"model": reward.judge.model, **role.arguments})
-    return [
-        RoleOfRun(
+    roles = {
+        name: RoleOfRun(
             name=name,
             config=role,
-            reference=reference,
-            arguments=encoded_arguments((), arguments, f"roles.{name}.arguments"),
+            reference=role.cls,
+            given=role.cls,
+            arguments=encoded_arguments((), role.arguments, f"roles.{name}.arguments"),
             pools=config.pools_of(role.pool),
-            idle_s=IDLE_S if reference == JUDGE else None,
         )
-        for name, (role, reference, arguments) in given.items()
-    ]
+        for name, role in config.roles.items()
+    }
+    for reward in config.rewards:
+        if reward.embedded and reward.judge is not None:
+            name, model = reward.name, reward.judge.model
+            role = config.roles.get(name, RoleConfig())
+            arguments = {"model": model, "timeout_s": reward.timeout_s}
+            roles[name] = RoleOfRun(
+                name=name,
+                config=role,
+                reference=JUDGE,
+                given=model,
+                arguments=encoded_arguments((), arguments, f"rewards.{name}.judge"),
+                pools=config.pools_of(role.pool),
+                call_s=reward.timeout_s + GRACE_S,
+                idle_s=IDLE_S,
+            )
+    return list(roles.values())
 
 
 def bind_roles(
@@ -188,7 +205,8 @@ class _Role:
     def __init__(self, spec: RoleOfRun, ranks: list[_Rank], roles: "RunRoles") -> None:
         self._spec, self.ranks, self._roles = spec, ranks, roles
         self._loop = asyncio.get_running_loop()
-        self._methods: dict[str, DeclaredMethod] = {}
+        self._methods: dict[str, DeclaredMethod] | None = None
+        """None until a worker is constructed."""
         self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._asking: set[asyncio.Task[Any]] = set()
         self._callers: dict[object, float] = {}
@@ -211,6 +229,8 @@ class _Role:
                 if not rank.opened.done() and self._spec.idle_s is None:
                     rank.opened.set_exception(self._refusal(rank, error))
                     return
+                if not rank.opened.done() and isinstance(error, WorkerError):
+                    raise self._refusal(rank, error) from error
                 reason = str(error)
             if not reason:
                 continue
@@ -270,16 +290,17 @@ class _Role:
         the run does not begin.
         """
         spec, where = self._spec, f"on {rank.where}"
-        if not isinstance(error, WorkerError):
-            return ConfigError(f"{spec.cls} must start {where}, got {spec.config.cls!r}: {error}")
-        failure = error.failures[0]
-        if failure.kind == ConfigError.__name__:
-            rule, text = "be importable", failure.text
-        else:
-            rule, text = "be constructed", f"{failure.kind}: {failure.text}"
-        arguments = failure.kind == TypeError.__name__ and spec.config.arguments
-        got = f", with arguments {dict(spec.config.arguments)}" if arguments else ""
-        return ConfigError(f"{spec.cls} must {rule} {where}, got {spec.config.cls!r}{got}: {text}")
+        rule, got, text = f"start {where}", repr(spec.given), str(error)
+        if isinstance(error, WorkerError):
+            failure = error.failures[0]
+            rule, text = f"be constructed {where}", f"{failure.kind}: {failure.text}"
+            if failure.rule:
+                rule, text = failure.rule, failure.text
+                rule += f" {where}" if text else ""
+            elif failure.kind == TypeError.__name__ and spec.config.arguments:
+                got += f", with arguments {dict(spec.config.arguments)}"
+        reason = f": {text}" if text else ""
+        return ConfigError(" ".join(f"{spec.cls} must {rule}, got {got}{reason}".split()))
 
     def waits(self) -> Iterator[Wait]:
         """Yield the waits for workers that start, and those of calls."""
@@ -304,7 +325,8 @@ class _Role:
     @property
     def limit_s(self) -> float:
         """The maximum seconds of a call, once it has a worker."""
-        return max((one.timeout_s or CALL_S for one in self._methods.values()), default=CALL_S)
+        limits = [one.timeout_s or self._spec.call_s for one in (self._methods or {}).values()]
+        return max(limits, default=self._spec.call_s)
 
     async def call(self, method: str, arguments: Arguments) -> RoleAnswer:
         """Call a method in its mode."""
@@ -325,7 +347,7 @@ class _Role:
             except (msgspec.DecodeError, ValueError):
                 rule = f"must have one element in each argument for each of {len(ranks)} workers"
                 return CallRefused(error=f"{what} {rule}")
-        within_s = declared.timeout_s or CALL_S
+        within_s = declared.timeout_s or self._spec.call_s
         answers = await asyncio.gather(
             *(
                 self._shielded(self._ask(rank, method, part, within_s))
@@ -348,8 +370,8 @@ class _Role:
     def _declared(self, method: str) -> DeclaredMethod | None:
         """Return the declaration of a method; None until it is known."""
         self._must_live(self.ranks, all)
-        if not self._methods or method in self._methods:
-            return self._methods.get(method)
+        if self._methods is None or method in self._methods:
+            return None if self._methods is None else self._methods[method]
         known = ", ".join(self._methods)
         rule = f"must be one of the registered methods of role {self._spec.name} ({known})"
         hint = did_you_mean(method, self._methods)

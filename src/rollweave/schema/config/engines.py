@@ -29,6 +29,7 @@ from rollweave.schema.config.values import (
     matching,
 )
 from rollweave.schema.errors import FieldError
+from rollweave.schema.roles import ROLE_NAME
 from rollweave.schema.serving import SERVER_PYTHON, ServerName
 
 BLOCK_TOKENS = 16
@@ -296,9 +297,7 @@ class WorkersConfig(Section):
         return self
 
 
-RoleName = Annotated[
-    str, matching(r"[A-Za-z0-9_][A-Za-z0-9_-]*", "consist of letters, digits, _ and -")
-]
+RoleName = Annotated[str, matching(ROLE_NAME, "consist of letters, digits, _ and -")]
 
 
 class RoleConfig(Section):

@@ -150,7 +150,9 @@ class RunConfig(Sections):
             )
 
     def _of_roles(self) -> Iterator[FieldError]:
-        """Check that roles of judges have no class, and all others one."""
+        """Check that roles of judges have no class and no arguments, and all others a
+        class.
+        """
         judges = [reward.name for reward in self.rewards if reward.embedded]
         for name, role in self.roles.items():
             if bool(role.cls) == (name in judges):
@@ -159,6 +161,9 @@ class RunConfig(Sections):
                     known = f"a reward with a judge without url ({', '.join(judges) or 'none'})"
                     rule = f"be given unless the role has the name of {known}"
                 yield FieldError(f"roles.{name}.cls", rule, role.cls or "none")
+            elif role.arguments and not role.cls:
+                rule = f"be left out for the judge of reward {name}"
+                yield FieldError(f"roles.{name}.arguments", rule, role.arguments)
 
     def _of_engines(self, number: int, group: EngineConfig) -> Iterator[FieldError]:
         field, scratch = f"engines.{number}", self.model.scratch

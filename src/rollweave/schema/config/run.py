@@ -36,13 +36,13 @@ class WatchdogConfig(Section):
         description="Maximum seconds of one training step, measurement, publication or checkpoint. "
         "A tenth of it is the maximum of an engine that receives new weights, suspends, loads or "
         "resumes, and of a relay that fetches a version. Starts may take 900 s, or train_s if that "
-        "is more: those of engines, relays, rollout workers and the trainer, and of judges, "
-        "teachers and rewards behind HTTP until they have answered.",
+        "is more: those of engines, relays, rollout workers, workers of roles and the trainer, "
+        "and of judges, teachers and rewards behind HTTP until they have answered.",
     )
     restarts: Count = Field(
         3,
-        description="Maximum number of restarts of one engine, relay or rollout worker, or of "
-        "the trainer.",
+        description="Maximum number of restarts of one engine, relay or rollout worker, of the "
+        "trainer, or, without an answered call in between, of a worker of a role.",
     )
 
     @property
