@@ -33,7 +33,12 @@ VARIANTS = {
 ADVISER = "bounded_two_engines"
 """The configuration whose journal predicts all: no other has as many engines."""
 
-ALWAYS = ["run.name=fidelity", "eval={final_episodes=0}", "trainer.lr.final=1"]
+ALWAYS = [
+    "run.name=fidelity",
+    "run.checkpoint_every=0",  # a checkpoint compacts the journal, which must be whole
+    "eval={final_episodes=0}",
+    "trainer.lr.final=1",
+]
 STEPS, STEPS_QUICK, STEPS_MODEL = 40, 8, 14
 """Steps of a run: of the fixed lake, with `quick`, and of a pretrained model."""
 
