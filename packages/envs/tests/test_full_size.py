@@ -61,7 +61,7 @@ def test_issues_fit_a_node_of_eight_gpus(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text(json.dumps(instance) + "\n")
     output = dry_run(
         "swe.toml",
-        "node.toml",
+        "../qwen3_math/node.toml",
         "model.path=examples/qwen3_8b",
         f"tasks.0.options.instances={tmp_path}/all.jsonl",
         f"tasks.0.options.held_out={tmp_path}/all.jsonl",
