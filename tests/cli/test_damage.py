@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.io import reading
-from rollweave.record.ui.attempts import Query
-from rollweave.record.ui.runs import Runs
 from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
 from rollweave.runtime.world import World
 from rollweave.schema.errors import RollweaveError
+from rollweave_ui.attempts import Query
+from rollweave_ui.runs import Runs
 from tests.support.fake_runs import FAKES, make_config
 from tests.support.fake_runs import run as run_fakes
 

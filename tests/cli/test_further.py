@@ -13,6 +13,7 @@ from rollweave.cli.main import app
         ("serve a.toml", "service"),
         ("simulate a.toml", "sim"),
         ("advise a.toml", "sim"),
+        ("ui", "ui"),
     ],
 )
 def test_they_say_how_to_install_it(

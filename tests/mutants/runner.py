@@ -52,6 +52,7 @@ BESIDE = {
     "servers": ROOT / "packages/servers/src/rollweave_servers",
     "service": ROOT / "packages/service/src/rollweave_service",
     "sim": ROOT / "packages/sim/src/rollweave_sim",
+    "ui": ROOT / "packages/ui/src/rollweave_ui",
 }
 """Packages of further distributions that have mutants."""
 MEMORY = 4 << 30

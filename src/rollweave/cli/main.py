@@ -754,9 +754,7 @@ def ui(
 ) -> None:
     """Show the runs in DIR in a browser on this machine, as they proceed."""
     with errors_reported():
-        from rollweave.cli.ui import ui as work
-
-        work(directory, port=port, token_env=token_env)
+        command("ui")(directory, port=port, token_env=token_env)
 
 
 @app.command()

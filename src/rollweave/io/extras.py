@@ -41,6 +41,7 @@ DISTRIBUTIONS = {
     "rollweave-servers": "packages/servers",
     "rollweave-service": "packages/service",
     "rollweave-sim": "packages/sim",
+    "rollweave-ui": "packages/ui",
 }
 """The folder of each further distribution of this repository."""
 
@@ -51,6 +52,7 @@ COMMANDS = {
     "reproduce": "rollweave-papers",
     "serve": "rollweave-service",
     "simulate": "rollweave-sim",
+    "ui": "rollweave-ui",
     "workload": "rollweave-sim",
 }
 """The distribution of each command, or format of an export, outside of this package."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.record.ui.files import READ_BYTES, AppendedFile, ReplacedFile
+from rollweave_ui.files import READ_BYTES, AppendedFile, ReplacedFile
 from tests.support.properties import examples
 
 PIECES = st.lists(st.sampled_from([b"a\n", b"bc", b"\n", b"d\ne\nf"]), max_size=12)

@@ -8,9 +8,9 @@ import pytest
 
 from rollweave.record.record_file import HEAD
 from rollweave.record.store import Ended, TrajectoryReader, TrajectoryStore
-from rollweave.record.ui.attempts import AttemptIndex, Query
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import CorruptJournalError
+from rollweave_ui.attempts import AttemptIndex, Query
 from tests.support.synthetic_run import write_run
 
 

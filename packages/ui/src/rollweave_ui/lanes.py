@@ -23,7 +23,7 @@ from rollweave.record.trace import (
     TRAINER,
     WORKERS,
 )
-from rollweave.record.ui.files import AppendedFile
+from rollweave_ui.files import AppendedFile
 
 BATCH = 20_000
 """Number of lines that are read between two readings of the clock."""

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rollweave.cli.console import out
 from rollweave.cli.runs import RUNS
 from rollweave.io.http.guard import TOKEN_BYTES, given_token
-from rollweave.record.ui.runs import Runs
-from rollweave.record.ui.server import HOST, serving
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.schema.errors import ConfigError
+from rollweave_ui.runs import Runs
+from rollweave_ui.server import HOST, serving
 
 
 def ui(directory: Path | None, *, port: int, token_env: str | None) -> None:

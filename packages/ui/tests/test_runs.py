@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from rollweave.record.rundir import RunDir
-from rollweave.record.ui.attempts import Query
-from rollweave.record.ui.files import UnknownRunError
-from rollweave.record.ui.runs import Runs, prometheus_text
-from rollweave.record.ui.view import POINTS, RunView
 from rollweave.schema.status import WaitStatus
+from rollweave_ui.attempts import Query
+from rollweave_ui.files import UnknownRunError
+from rollweave_ui.runs import Runs, prometheus_text
+from rollweave_ui.view import POINTS, RunView
 from tests.support.busy_runs import write_large_run, write_status
 from tests.support.synthetic_run import write_run
 

@@ -36,17 +36,17 @@ from rollweave.record.transcript import (
     tokenizer_of,
     transcript,
 )
-from rollweave.record.ui.attempts import PAGE, AttemptIndex, AttemptRow, Query
-from rollweave.record.ui.files import (
+from rollweave.schema.errors import ConfigError, CorruptJournalError
+from rollweave.schema.status import RunStatus
+from rollweave_ui.attempts import PAGE, AttemptIndex, AttemptRow, Query
+from rollweave_ui.files import (
     AppendedFile,
     ReplacedFile,
     UnknownRunError,
     held,
     one_line,
 )
-from rollweave.record.ui.lanes import LaneIndex
-from rollweave.schema.errors import ConfigError, CorruptJournalError
-from rollweave.schema.status import RunStatus
+from rollweave_ui.lanes import LaneIndex
 
 BUDGET_S = 0.4
 """Maximum seconds for which a request reads files before it answers with what was read.

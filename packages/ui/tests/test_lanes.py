@@ -8,7 +8,7 @@ import pytest
 from rollweave.record.report.charts import busy_bins
 from rollweave.record.report.data import TraceSpan
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER, Trace
-from rollweave.record.ui.lanes import MAX_BOXES, LaneIndex
+from rollweave_ui.lanes import MAX_BOXES, LaneIndex
 
 
 def lane(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.record.rundir import RunDir
-from rollweave.record.ui.runs import Runs
-from rollweave.record.ui.server import serving
+from rollweave_ui.runs import Runs
+from rollweave_ui.server import serving
 from tests.support.browser import Page, browsing, needs_browser
 from tests.support.busy_runs import write_large_run, write_status
 from tests.support.synthetic_run import write_run

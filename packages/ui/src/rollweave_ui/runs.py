@@ -14,8 +14,8 @@ from typing import Any
 
 from rollweave.io.http.exposition import Kind, Sample, exposition
 from rollweave.record.rundir import RunDir
-from rollweave.record.ui.files import UnknownRunError, held, one_line
-from rollweave.record.ui.view import BUDGET_S, RunView
+from rollweave_ui.files import UnknownRunError, held, one_line
+from rollweave_ui.view import BUDGET_S, RunView
 
 MAX_ENTRIES = 10_000
 """Maximum number of a directory's entries that are examined."""

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollweave.record.ui import server
-from rollweave.record.ui.runs import Runs
-from rollweave.record.ui.server import FILES, WRONG_TOKEN, serving
+from rollweave_ui import server
+from rollweave_ui.runs import Runs
+from rollweave_ui.server import FILES, WRONG_TOKEN, serving
 from tests.support.synthetic_run import write_run
 
 TOKEN = "a-token-of-this-test"
@@ -178,7 +178,7 @@ def test_a_file_system_that_hangs_delays_neither_other_answers_nor_the_end(
 def test_a_run_that_another_thread_reads_for_too_long_is_named(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.record.ui.files.HELD_S", 0.01)
+    monkeypatch.setattr("rollweave_ui.files.HELD_S", 0.01)
     seen = Runs(runs)
     view = seen.get("made-up")
     with view._lock:

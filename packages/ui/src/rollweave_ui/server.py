@@ -20,11 +20,11 @@ from aiohttp import web
 
 from rollweave.io.http.guard import Guard, Handler
 from rollweave.io.http.listening import listening
-from rollweave.record.ui.attempts import ORDERS, PAGE, Query
-from rollweave.record.ui.files import UnknownRunError
-from rollweave.record.ui.runs import Runs, prometheus_text
 from rollweave.schema.base import as_json
 from rollweave.schema.text import decimal
+from rollweave_ui.attempts import ORDERS, PAGE, Query
+from rollweave_ui.files import UnknownRunError
+from rollweave_ui.runs import Runs, prometheus_text
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class _Routes:
 
     async def page(self, request: web.Request) -> web.Response:
         name, kind = FILES[request.path]
-        content = resources.files("rollweave.record.ui.page").joinpath(name).read_bytes()
+        content = resources.files("rollweave_ui.page").joinpath(name).read_bytes()
         return web.Response(body=content, content_type=kind, charset="utf-8")
 
     async def runs(self, request: web.Request) -> web.Response:
