@@ -53,6 +53,7 @@ DISTRIBUTED = (
     "gym",
     "math_tool",
     "openenv",
+    "prorl",
     "stem",
     "swe",
     "swe_bench",

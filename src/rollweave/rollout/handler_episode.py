@@ -29,7 +29,7 @@ from rollweave.rollout.driver import Budget, EpisodeStopError, TurnPort, record_
 from rollweave.rollout.gateway.fields import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import GatewayListener
-from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
+from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn, new_token
 from rollweave.schema.base import DEPTH, is_deep, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
@@ -88,6 +88,8 @@ class HandlerEpisode:
         """Number of waits under way whose time does not count."""
         self._waited_s = 0.0
         self._seed = mix(seed, command.trajectory_id, command.attempt)
+        self._session_id = f"{command.trajectory_id}-{command.attempt}"
+        self._token = new_token()
         self._budget = Budget(self._limits, clock)
         self._handler: AgentHandler | None = None
         self._port: TurnPort | None = None
@@ -136,8 +138,17 @@ class HandlerEpisode:
     async def _init(self) -> None:
         self._handler = self._make()
         await self._handler.init(
-            Job(task=self._command.task, seed=self._seed, sandboxes=self._sandboxes)
+            Job(
+                task=self._command.task,
+                seed=self._seed,
+                sandboxes=self._sandboxes,
+                endpoint=self._endpoint,
+            )
         )
+
+    async def _endpoint(self) -> Endpoint:
+        url = await self._listener.url()
+        return Endpoint(url=f"{url}/s/{self._session_id}/v1", token=self._token)
 
     async def run(self, port: TurnPort) -> StopReason:
         """Run the handler until it returns or the agent has reached a limit.
@@ -145,7 +156,6 @@ class HandlerEpisode:
         Raises `EpisodeStopError`.
         """
         self._port = port
-        session_id = f"{self._command.trajectory_id}-{self._command.attempt}"
         limits = SessionLimits(
             calls=self._limits.max_turns,
             concurrent=1 << 16,
@@ -157,14 +167,15 @@ class HandlerEpisode:
         sampling = msgspec.structs.replace(self._agent_config.sampling, seed=self._seed)
         gateway = self._listener.gateway
         gateway.open(
-            session_id,
+            self._session_id,
             generate=self._generate,
             limits=limits,
             sampling=sampling,
             pinned=True,
+            token=self._token,
         )
-        session = gateway.session(session_id)
-        self._agent = _Agent(session, self._listener, max_turns=limits.calls)
+        session = gateway.session(self._session_id)
+        self._agent = _Agent(session, self._endpoint, max_turns=limits.calls)
         self._working_since = self._clock()
         try:
             await self._stage(
@@ -182,7 +193,7 @@ class HandlerEpisode:
         finally:
             await session.wait_closed()
             self._budget.env_s += self._clock() - self._working_since
-            recording = gateway.close(session_id)
+            recording = gateway.close(self._session_id)
             self._sequences, self._ignored = recording.sequences, recording.ignored
             self.conversation, self._tools = session.conversation, session.tools
         if self._stop is not None:  # the handler ignored it
@@ -428,8 +439,10 @@ class HandlerEpisode:
 class _Agent:
     """Implements `handlers.base.Agent` over a gateway session."""
 
-    def __init__(self, session: Session, listener: GatewayListener, *, max_turns: int) -> None:
-        self._session, self._listener, self._max_turns = session, listener, max_turns
+    def __init__(
+        self, session: Session, endpoint: Callable[[], Awaitable[Endpoint]], *, max_turns: int
+    ) -> None:
+        self._session, self._endpoint, self._max_turns = session, endpoint, max_turns
         self._numbers = itertools.count()
 
     @property
@@ -478,8 +491,7 @@ class _Agent:
 
     async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
         self._session.unreadable = unreadable
-        url = await self._listener.url()
-        return Endpoint(url=f"{url}/s/{self._session.id}/v1", token=self._session.token)
+        return await self._endpoint()
 
 
 class _RaisedError(RollweaveError):

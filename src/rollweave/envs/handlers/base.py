@@ -47,18 +47,6 @@ class LimitError(RollweaveError):
         self.reason = reason
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The argument of `init`.
-
-    `seed` differs between attempts; `sandboxes` starts sandboxes, also in `eval`.
-    """
-
-    task: Task
-    seed: int
-    sandboxes: StartsSandboxes
-
-
 class Endpoint(Struct, frozen=True, kw_only=True):
     """The address of the agent for a program: `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
 
@@ -67,6 +55,26 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     url: str
     token: str
+
+
+async def no_endpoint() -> Endpoint:
+    """Return the address of an attempt without an agent, at which nothing listens."""
+    return Endpoint(url="http://127.0.0.1:1/v1", token="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The argument of `init`.
+
+    `seed` differs between attempts; `sandboxes` starts sandboxes, also in `eval`;
+    `endpoint` returns the address that `Agent.endpoint` will have, for programs that
+    are configured before `run` and speak to the agent in it.
+    """
+
+    task: Task
+    seed: int
+    sandboxes: StartsSandboxes
+    endpoint: Callable[[], Awaitable[Endpoint]] = no_endpoint
 
 
 @dataclass(frozen=True, kw_only=True)

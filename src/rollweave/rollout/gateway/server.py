@@ -107,10 +107,12 @@ class Gateway:
         sampling: Sampling | None = None,
         pinned: bool = False,
         unreadable: Unreadable = "ignore",
+        token: str = "",
     ) -> Access:
         """Open a new session. `sampling` holds the defaults of a request, or with
         `pinned` always applies. Fields that neither the model nor its chat template can
-        read are ignored and recorded, or with `unreadable` "refuse" refused.
+        read are ignored and recorded, or with `unreadable` "refuse" refused. Requests
+        must have `token`, or a new token if it is "".
 
         Raises ValueError for an id that is taken or cannot be part of a path.
         """
@@ -134,6 +136,7 @@ class Gateway:
             aside=self._aside,
             unconstrained=self._unconstrained,
             unreadable=unreadable,
+            token=token,
         )
         self._sessions[id] = session
         return Access(path=f"/s/{id}/v1", token=session.token)

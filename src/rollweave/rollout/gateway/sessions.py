@@ -136,6 +136,11 @@ class Turn:
         news.set_result(None)
 
 
+def new_token() -> str:
+    """Return a token that nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
 class Session:
     """The conversations of one agent program.
 
@@ -161,6 +166,7 @@ class Session:
         unconstrained: str = "",
         unreadable: Unreadable = "ignore",
         call_prefix: str = "",
+        token: str = "",
     ) -> None:
         self._call_prefix = call_prefix
         self.id, self.limits = id, limits
@@ -172,7 +178,7 @@ class Session:
         """The limit by which the last turn was refused, if waiting does not help."""
         self.context_error = ""
         """The error of the last prompt that did not fit into the context."""
-        self.token = secrets.token_urlsafe(32)
+        self.token = token or new_token()
         self.recorder = SessionRecorder(codec)
         self.conversation: tuple[Message, ...] = ()
         """The messages of the last answered request, and its answer."""
