@@ -64,8 +64,8 @@ trajectory has them token by token.
 
 @dataclass
 class JobDetails:
-    """What a plug-in's stages share. OpenHands' own class takes its place where the
-    plug-in imports that class.
+    """The fields that a plug-in's stages share. A plug-in that imports OpenHands' own
+    class gets an instance of that class.
     """
 
     job_id: str | None = None
