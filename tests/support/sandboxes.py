@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
+from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot
 from rollweave_sandbox.processes import Process, Table, started
 from rollweave_sandbox.registry import backend
 from tests.support import forking
@@ -20,12 +21,20 @@ from tests.support import forking
 ISOLATING = ("bubblewrap", "zygote")
 NAMES = (*ISOLATING, "plain")
 
+APPTAINER_IMAGE = os.environ.get("ROLLWEAVE_APPTAINER_IMAGE", "")
+"""A `.sif` file or a folder with a Python for the real Apptainer, where it is
+installed.
+"""
+REAL_APPTAINER = pytest.param("apptainer", marks=pytest.mark.extended)
+
 
 @functools.cache
 def why_not(name: str) -> str:
     """Return why a back end cannot be tested here; empty if it can."""
     if name == "plain":
         return ""
+    if name == "apptainer":
+        return "" if APPTAINER_IMAGE else "ROLLWEAVE_APPTAINER_IMAGE names no image"
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     probe = [
@@ -60,6 +69,8 @@ async def opened(name: str) -> AsyncIterator[Backend]:
     fds = len(os.listdir("/proc/self/fd"))
     with no_process_left():
         backend_ = backend(name)
+        if name == "apptainer" and APPTAINER_IMAGE:
+            backend_ = OnImage(backend_)
         folders = [backend_._launcher._base, backend_._launcher._snapshots]  # type: ignore[attr-defined]
         try:
             yield backend_
@@ -67,6 +78,24 @@ async def opened(name: str) -> AsyncIterator[Backend]:
             await backend_.close()
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert left_of(folders) == []
+
+
+class OnImage:
+    """A back end that has no image HOST: each sandbox has the given image instead."""
+
+    def __init__(self, backend_: Backend) -> None:
+        self._backend = backend_
+        self._launcher = backend_._launcher  # type: ignore[attr-defined]
+        self.name = backend_.name
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        return await self._backend.start(msgspec.structs.replace(spec, image=APPTAINER_IMAGE))
+
+    async def branch(self, snapshot: Snapshot) -> Sandbox:
+        return await self._backend.branch(snapshot)
+
+    async def close(self) -> None:
+        await self._backend.close()
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import sys
 PLAIN = (
     "--containall",
     "--cleanenv",
-    "--no-home",
     "--writable-tmpfs",
     "--fakeroot",
     "--net",
     "--uts",
 )
-VALUED = ("--network", "--hostname", "--bind", "--pwd", "--env")
+VALUED = ("--network", "--hostname", "--bind", "--pwd", "--home")
+
+PREFIX = "APPTAINERENV_"
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +37,8 @@ def main(argv: list[str]) -> None:
             _refuse(f"unknown flag: {flag}")
     if len(rest) < 2 or not os.path.isdir(rest[0]):
         _refuse("needs an image and a command")
-    if {"--containall", "--cleanenv", "--no-home"} - flags:
+    source = (values["--home"] or [""])[0].partition(":")[0]
+    if {"--containall", "--cleanenv"} - flags or not source or os.path.exists(source):
         _refuse("would see the host")
     os.execvpe("bwrap", _bwrap(rest[0], rest[1:], flags, values), {"PATH": os.environ["PATH"]})
 
@@ -70,8 +72,11 @@ def _bwrap(
     for bind in values["--bind"]:
         source, target, mode = bind.split(":")
         argv += ["--ro-bind" if mode == "ro" else "--bind", source, target]
-    for variable in values["--env"]:
-        argv += ["--setenv", *variable.split("=", 1)]
+    home = values["--home"][0].partition(":")[2]
+    argv += ["--tmpfs", home, "--setenv", "HOME", home]
+    for name, value in os.environ.items():
+        if name.startswith(PREFIX):
+            argv += ["--setenv", name.removeprefix(PREFIX), value]
     return [*argv, "--chdir", values["--pwd"][0], *command]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -17,7 +18,15 @@ from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefus
 from rollweave_sandbox import running
 from rollweave_sandbox.processes import Table, started
 from rollweave_sandbox.registry import Plain
-from tests.support.sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python, sh
+from tests.support.sandboxes import (
+    ISOLATING,
+    NAMES,
+    REAL_APPTAINER,
+    SPEC,
+    left_of,
+    opened,
+    sh,
+)
 from tests.support.variants import mostly_extended
 
 WITHOUT_ZYGOTE = pytest.mark.parametrize(
@@ -26,8 +35,15 @@ WITHOUT_ZYGOTE = pytest.mark.parametrize(
 """A fork of the zygote differs in its start alone from what bubblewrap starts."""
 
 
-@pytest_asyncio.fixture(params=NAMES)
+@pytest_asyncio.fixture(params=[*NAMES, REAL_APPTAINER])
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    async with opened(request.param) as opened_backend:
+        yield opened_backend
+
+
+@pytest_asyncio.fixture(params=NAMES)
+async def layered(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    """Return a back end whose sandboxes' writes are files that we can reach."""
     async with opened(request.param) as opened_backend:
         yield opened_backend
 
@@ -81,8 +97,8 @@ async def test_files_of_any_size_arrive_in_parts(
 
 @pytest.mark.extended
 @pytest.mark.variants
-async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(backend: Backend) -> None:
-    sandbox = await backend.start(SandboxSpec())
+async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(layered: Backend) -> None:
+    sandbox = await layered.start(SandboxSpec())
     big = bytes((64 << 20) + 1)
     await sandbox.write("big", big)
     assert await sandbox.read("big", limit=len(big)) == big
@@ -115,9 +131,9 @@ async def test_only_given_environment_variables_are_passed_on(
 ) -> None:
     monkeypatch.setenv("A_SECRET", "secret")
     sandbox = await backend.start(SandboxSpec(env={"GIVEN": "a b=c,d\n"}))
-    result = await sandbox.exec(
-        python("import os; print(repr(os.environ.get('GIVEN')), 'A_SECRET' in os.environ)")
-    )
+    source = "import os; print(repr(os.environ.get('GIVEN')), 'A_SECRET' in os.environ)"
+    interpreter = "python3" if backend.name == "apptainer" else sys.executable
+    result = await sandbox.exec([interpreter, "-c", source])
     assert result.stdout == b"'a b=c,d\\n' False\n"
 
 
@@ -127,8 +143,8 @@ async def test_sandboxes_do_not_see_each_others_files(backend: Backend) -> None:
     assert (await other.exec(["ls"])).stdout == b""
 
 
-async def test_a_stop_sends_sigterm_before_sigkill(backend: Backend) -> None:
-    sandbox = await backend.start(SPEC)
+async def test_a_stop_sends_sigterm_before_sigkill(layered: Backend) -> None:
+    sandbox = await layered.start(SPEC)
     loop = "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done"
     polite = asyncio.create_task(sh(sandbox, loop))
     await _up(sandbox)
@@ -191,17 +207,17 @@ async def test_a_killed_sandbox_runs_no_further_call(backend: Backend) -> None:
         await sandbox.exec(["true"])
 
 
-async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) -> None:
-    first = await backend.start(SPEC)
+async def test_a_branch_begins_where_the_snapshot_was_taken(layered: Backend) -> None:
+    first = await layered.start(SPEC)
     make = "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link"
     await sh(first, f"{make}; chmod 4755 b; mkfifo fifo")
     snapshot = await first.snapshot()
     await sh(first, "echo changed > a; rm -r d")
-    one, two = await asyncio.gather(backend.branch(snapshot), backend.branch(snapshot))
+    one, two = await asyncio.gather(layered.branch(snapshot), layered.branch(snapshot))
     await sh(one, "rm a; echo one > b")
     seen = await sh(two, "cat a b d/e/f link; ls; stat -c %a b")
     assert seen.split() == ["1", "2", "3", "1", "a", "b", "d", "link", "755"]
-    later = await backend.branch(await one.snapshot())
+    later = await layered.branch(await one.snapshot())
     assert (await sh(later, "ls; cat b d/e/f")).split() == ["b", "d", "link", "one", "3"]
     assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
 
@@ -349,11 +365,11 @@ def test_refuses_invalid_specifications(wrong: dict[str, object], message: str) 
         msgspec.convert(wrong, SandboxSpec)
 
 
-async def test_cells_see_the_variables_of_their_own_sandbox(backend: Backend) -> None:
+async def test_cells_see_the_variables_of_their_own_sandbox(layered: Backend) -> None:
     """Also those which an interpreter reads once, where a zygote read its own."""
     pytest.importorskip("IPython")
     env = {"TZ": "ABC-9", "TMPDIR": "/tmp"}
-    sandbox = await backend.start(SandboxSpec(env=env, packages=("ipython",)))
+    sandbox = await layered.start(SandboxSpec(env=env, packages=("ipython",)))
     cells = IPython(sandbox)
     cell = "import os, tempfile, time; (time.tzname[0], time.timezone, tempfile.gettempdir())"
     assert (await cells.run(cell)).result == "('ABC', -32400, '/tmp')"

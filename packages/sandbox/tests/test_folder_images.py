@@ -13,7 +13,7 @@ import pytest_asyncio
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.schema.errors import ConfigError, SandboxError
 from rollweave_sandbox import running
-from rollweave_sandbox.registry import Apptainer, backend
+from rollweave_sandbox.registry import backend
 from tests.support.sandboxes import image, needs, opened, sh
 
 FAKE = Path(__file__).with_name("fake_apptainer.py")
@@ -171,19 +171,6 @@ async def test_apptainer_as_root_needs_an_accessible_image(
     os.chmod(tmp_path, 0o700)
     with pytest.raises(ValueError, match="image must be where every user can come"):
         await apptainer.start(SandboxSpec(image=tempfile.mkdtemp(dir=tmp_path)))
-
-
-@pytest.mark.skipif(
-    "ROLLWEAVE_APPTAINER_IMAGE" not in os.environ, reason="ROLLWEAVE_APPTAINER_IMAGE names no image"
-)
-async def test_the_real_apptainer() -> None:
-    real = Apptainer()
-    try:
-        sandbox = await real.start(SandboxSpec(image=os.environ["ROLLWEAVE_APPTAINER_IMAGE"]))
-        assert (await sandbox.exec(["echo", "hi"])).stdout == b"hi\n"
-        await sandbox.stop()
-    finally:
-        await real.close()
 
 
 def test_a_missing_back_end_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

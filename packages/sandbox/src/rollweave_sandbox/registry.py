@@ -124,19 +124,28 @@ def apptainer_command(spec: SandboxSpec, *, runtime: str, support: str) -> list[
     """
     if spec.image == HOST:
         raise ValueError(f"image must be a .sif file or a folder for apptainer, got {HOST!r}")
-    for name, value in spec.env.items():
-        if "," in value:
-            raise ValueError(
-                f"env must have values without a comma for apptainer, got {name}={value!r}"
-            )
-    argv = [runtime, "exec", "--containall", "--cleanenv", "--no-home", "--writable-tmpfs"]
+    # The home is empty and in memory, since its source does not exist. Without a
+    # source, Apptainer would mount a folder of the host that has the same path.
+    home = f"{support}/nothing:{spec.environment()['HOME']}"
+    argv = [runtime, "exec", "--containall", "--cleanenv", "--home", home, "--writable-tmpfs"]
     argv += ["--fakeroot"] if spec.fakeroot else []
     argv += [] if spec.network else ["--net", "--network", "none"]
     argv += ["--uts", "--hostname", spec.hostname, "--bind", f"{support}:{SUPPORT}:ro"]
     argv += ["--pwd", "/"]
-    for name, value in spec.environment().items():
-        argv += ["--env", f"{name}={value}"]
     return [*argv, spec.image, *server_command(rlimits(spec.limits), spec.workdir)]
+
+
+def apptainer_environment(spec: SandboxSpec, *, runtime: str) -> dict[str, str]:
+    """Return the variables of Apptainer's process. Those of the sandbox are among them
+    with a prefix: other users see the arguments of a process, and `--env` divides
+    values at commas. Apptainer finds its helpers on PATH.
+    """
+    prefix = f"{os.path.basename(runtime).upper()}ENV_"
+    inside = {name: value for name, value in spec.environment().items() if name != "HOME"}
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        **{f"{prefix}{name}": value for name, value in inside.items()},
+    }
 
 
 _addresses = itertools.count(secrets.randbelow(1 << 24))
@@ -275,8 +284,7 @@ class Apptainer(_Launched):
 
     Apptainer provides the isolation: it applies no system call filter of ours, and
     bounds the size of writes itself. Time, CPU, memory and processes are limited as by
-    other back ends. This back end is not yet tested with the real program: a contract
-    test covers its command line.
+    other back ends.
     """
 
     name = "apptainer"
@@ -298,13 +306,13 @@ class Apptainer(_Launched):
         _check_way(spec.image)
         if spec.folder:
             await asyncio.to_thread(check_folder, spec.folder)
-        # Apptainer finds its helpers on PATH; --cleanenv keeps PATH from the sandbox.
         sandbox = await started(
             spec,
             self._launcher,
             requested_spec=requested_spec,
             argv=argv,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"},
+            env=apptainer_environment(spec, runtime=self._program),
+            account=True,
         )
         if spec.folder:
             try:

@@ -102,6 +102,21 @@ def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
     return os.open(f"{place}/{writes}", _FOLDER), not root.layers or writes == "root"
 
 
+def name_account(uid: int, place: str) -> None:
+    """Give the host user `uid`, who has no account, an entry in /etc/passwd and
+    /etc/group that only this process and its children see. `place` is an existing
+    folder. Raises OSError.
+    """
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755")
+    entries = {"passwd": f"sandbox:x:{uid}:{uid}::/:/bin/sh", "group": f"sandbox:x:{uid}:"}
+    for name, entry in entries.items():
+        with open(f"/etc/{name}", "rb") as accounts, open(f"{place}/{name}", "wb") as file:
+            file.write(accounts.read().rstrip() + f"\n{entry}\n".encode())
+        kernel.mount(f"{place}/{name}", f"/etc/{name}", flags=kernel.MS_BIND)
+
+
 def inodes(disk_bytes: int) -> int:
     """Return the maximum number of files for this many bytes of disk."""
     return max(10_000, disk_bytes // INODE_BYTES)

@@ -36,7 +36,7 @@ from rollweave_sandbox.cgroups import REMOVE_S, Group, Groups
 from rollweave_sandbox.kernel import SHM_BYTES
 from rollweave_sandbox.processes import Process, Table, process, started
 from rollweave_sandbox.seccomp import bpf_filter
-from rollweave_sandbox.stage import Root, stage
+from rollweave_sandbox.stage import Root, name_account, stage
 
 MESSAGE_BYTES = 1 << 17
 """Maximum size of a request in bytes."""
@@ -550,6 +550,8 @@ class Supervisor:
                 self._owner, [json.dumps(message).encode()], [] if writes is None else [writes]
             )
             if uid is not None:
+                if request.get("account"):
+                    name_account(uid, self._place)
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)
                 os.setresuid(uid, uid, uid)
