@@ -169,8 +169,8 @@ class ClusterConfig(Section):
         "manual",
         description="How agents are started: manual, by the user (`rollweave host`); ray, by Ray, "
         "on the nodes of the cluster of the node that runs here, or, with ray:HOST:PORT, of the "
-        "cluster with this address, of which this machine is a node; local, by the controller on "
-        "this machine, to try a configuration.",
+        "cluster with this address, of which this machine is a node (it needs rollweave-ray); "
+        "local, by the controller on this machine, to try a configuration.",
     )
     address: Endpoint | None = Field(
         None,
@@ -200,11 +200,6 @@ class ClusterConfig(Section):
     def on_ray(self) -> bool:
         """True if Ray starts the agents."""
         return self.launcher.startswith("ray")
-
-    @property
-    def ray(self) -> str:
-        """The address of the Ray cluster; "auto" for that of the node here."""
-        return self.launcher.partition(":")[2] or "auto"
 
     @property
     def host(self) -> str:
