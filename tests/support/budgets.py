@@ -54,8 +54,8 @@ def _conditions() -> int:
 
 
 BUDGETS = (
-    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 98_720, 98_000),
-    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 401, 400),
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 98_000, 98_000),
+    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 400, 400),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),
