@@ -184,7 +184,7 @@ class Role:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method in its mode. Raises like `WorkerGroup.call`, and TypeError."""
         declaration, workers = self._declarations[method], self._workers
-        within_s = declaration.timeout_s or self._spec.timeout_s
+        within_s = declaration.limit_s or self._spec.timeout_s
         if declaration.serverless:
             return await self._serverless.call(
                 method, workers.encode(method, *args, **kwargs), within_s=within_s
