@@ -12,11 +12,10 @@ import pytest
 
 from rollweave import Cluster, ConfigError, Worker
 from rollweave.runtime.hosts import launchers, serverless
-from rollweave.runtime.hosts.launchers import DISTRIBUTION, LocalLauncher, kind_of, launcher_of
+from rollweave.runtime.hosts.launchers import DISTRIBUTION, LocalLauncher, kind_of
 from rollweave.runtime.hosts.serverless import DEFAULT, platform
 from rollweave.runtime.roles.worker import register_serverless
 from rollweave.schema.config.engines import ClusterConfig
-from rollweave.schema.hosts import Programs
 from tests.support.commands import CONFIG, invoke
 
 MISSING = "needs the package rollweave-ray, which is not installed (pip install"
@@ -46,20 +45,6 @@ def announce(monkeypatch: pytest.MonkeyPatch) -> Announce:
 class Given:
     """A launcher of another distribution."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args, self.kwargs = args, kwargs
-
-
-def launcher(cluster: ClusterConfig) -> Any:
-    return launcher_of(
-        cluster,
-        labels=["H20"],
-        programs=Programs(),
-        logs=Path("logs"),
-        on_status=print,
-        fail=print,
-    )
-
 
 def test_the_distribution_has_a_launcher_and_a_platform() -> None:
     kind, deploy = kind_of(ClusterConfig(launcher="ray:a:1")), platform("a function")
@@ -70,18 +55,12 @@ def test_the_distribution_has_a_launcher_and_a_platform() -> None:
     ]
 
 
-def test_a_launcher_gets_what_the_run_names(announce: Announce) -> None:
-    announce("another")
-    cluster = ClusterConfig(launcher="ray:a:1")
-    found = launcher(cluster)
-    assert found.args == (cluster, Path("logs"), Programs())
-    assert found.kwargs == {"labels": ["H20"], "on_status": print, "fail": print}
-
-
 def test_this_machine_and_the_user_need_no_distribution(announce: Announce) -> None:
     announce()
-    assert isinstance(launcher(ClusterConfig(launcher="local", hosts=1)), LocalLauncher)
-    assert launcher(ClusterConfig(address="a:1", hosts=1)) is None
+    assert kind_of(ClusterConfig(launcher="local", hosts=1)) is LocalLauncher
+    assert kind_of(ClusterConfig(address="a:1", hosts=1)) is None
+    announce("another")
+    assert kind_of(ClusterConfig(launcher="ray:a:1")) is Given
 
 
 def test_two_packages_must_not_announce_the_same(announce: Announce) -> None:

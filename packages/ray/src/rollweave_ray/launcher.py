@@ -5,7 +5,7 @@ Rollweave's `runtime/hosts/launchers.py`.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollweave.runtime.hosts.launchers import CLOSE_S, Reach
+from rollweave.runtime.hosts.launchers import CLOSE_S, LauncherKind, Reach
 from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import JOIN_S, Programs
@@ -97,3 +97,6 @@ class RayLauncher:
 
     def _on_lost(self, reason: str) -> None:
         self._fail(f"the connection to Ray is lost, and with it all hosts: {reason}")
+
+
+LAUNCHER: LauncherKind = RayLauncher

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rollweave.core.policy.waiting import Wait
 from rollweave.runtime.hosts import user_files
+from rollweave.runtime.hosts.serverless import Platform
 from rollweave.runtime.tasks import name_long_waits
 from rollweave.schema.config.engines import ClusterConfig
 from rollweave.schema.errors import ConfigError
@@ -88,3 +89,6 @@ async def _answer(
         return await driver.answer(limit_s)
     finally:
         naming.cancel()
+
+
+PLATFORM: Platform = on_ray_serve

@@ -59,7 +59,7 @@ class Launcher(Protocol):
 
 
 class LauncherKind(Protocol):
-    """Makes the launcher of a run that is not this machine's."""
+    """Makes the launcher of a run."""
 
     def __call__(
         self,
@@ -72,47 +72,20 @@ class LauncherKind(Protocol):
         fail: Callable[[str], None],
     ) -> Launcher:
         """Return the launcher, whose processes have their output in the folder `logs`.
-        Further arguments as for `launcher_of`.
+
+        `programs` are the modules that agents start, and `labels` resources that hosts
+        should have. `on_status` receives lines for the user, and `fail` the reason why
+        an agent cannot be started.
         """
 
 
-def launcher_of(
-    cluster: ClusterConfig,
-    *,
-    labels: Sequence[str] = (),
-    programs: Programs,
-    logs: Path,
-    on_status: Callable[[str], None],
-    fail: Callable[[str], None],
-) -> Launcher | None:
-    """Return the launcher that the configuration names; None if the user starts the
-    agents.
-
-    `labels` are resources that hosts should have, and `programs` the modules that
-    agents start. `on_status` receives lines for the user, and `fail` the reason why an
-    agent cannot be started. Raises ConfigError.
-    """
-    match cluster.launcher:
-        case "manual":
-            return None
-        case "local":
-            return LocalLauncher(cluster, logs, programs)
-        case _:
-            kind = kind_of(cluster)
-            return kind(cluster, logs, programs, labels=labels, on_status=on_status, fail=fail)
-
-
-def check_launcher(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if no distribution has the launcher."""
-    if cluster.launcher not in ("manual", "local"):
-        kind_of(cluster)
-
-
-def kind_of(cluster: ClusterConfig) -> LauncherKind:
-    """Return the kind of launcher that another distribution has. Raises ConfigError as
-    `announced` does.
+def kind_of(cluster: ClusterConfig) -> LauncherKind | None:
+    """Return the kind of launcher that the configuration names; None if the user starts
+    the agents. Raises ConfigError as `announced` does.
     """
     name = cluster.launcher.partition(":")[0]
+    if name in ("manual", "local"):
+        return LocalLauncher if name == "local" else None
     found = announced(GROUP, name, field="cluster.launcher", distribution=DISTRIBUTION)
     return cast(LauncherKind, found)
 
@@ -122,7 +95,7 @@ class LocalLauncher:
     them.
     """
 
-    def __init__(self, cluster: ClusterConfig, logs: Path, programs: Programs) -> None:
+    def __init__(self, cluster: ClusterConfig, logs: Path, programs: Programs, **_: object) -> None:
         assert cluster.hosts is not None, "it is checked with the configuration"
         self._variables, self._programs = cluster.env, programs
         self._count, self._logs = cluster.hosts, logs

@@ -18,9 +18,8 @@ from rollweave.io.machine import bound_socket, cores
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.driver import EpisodeStopError
-from rollweave.runtime.hosts import user_files
+from rollweave.runtime.hosts import launchers, user_files
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.metrics import missing_sinks
 from rollweave.runtime.preflight import examiner
@@ -101,7 +100,7 @@ def plan(
     check_kinds(config)
     check_platform(config)
     if config.cluster is not None and hosts is None:
-        check_launcher(config.cluster)
+        launchers.kind_of(config.cluster)
     rules, domains, domain_checks = _users_code(config, deep=deep)
     config = as_prepared(config, domains)
     config, dropped, measured = without_overlong(config, domains)
