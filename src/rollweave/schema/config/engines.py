@@ -53,7 +53,7 @@ class EngineConfig(Section):
     )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
-        None, description="Pool of hosts on which these engines run; any host if unset."
+        None, description="Pool of hosts on which they run; unset: bandwidth (docs/CLUSTER.md)."
     )
     phase: EnginePhase = Field(
         "both",
@@ -266,7 +266,7 @@ class WorkersConfig(Section):
         "for as long as a start takes if that is more.",
     )
     pool: str | None = Field(
-        None, description="Pool of hosts on which the workers run; any host if unset."
+        None, description="Pool of hosts on which they run; unset: cpu (docs/CLUSTER.md)."
     )
 
     @property
@@ -314,7 +314,7 @@ class RoleConfig(Section):
         0, description="GPUs of each process, which no other process of the run has."
     )
     pool: str | None = Field(
-        None, description="Pool of hosts on which they run; any host if unset."
+        None, description="Pool of hosts on which they run; unset: local (docs/CLUSTER.md)."
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the constructor of the class, by name."
