@@ -44,7 +44,7 @@ test-slow: .venv/ready-test
 
 # Real runs on several hosts, which are lost: network namespaces, for which root is needed.
 test-cluster: .venv/ready-cluster
-	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m cluster tests/cluster
+	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m cluster tests/cluster packages/ray/tests
 
 # Engines of kind vllm, in a real vLLM for CPUs (about 3 GB, some minutes to install).
 vllm: .venv-vllm/ready-nixl
@@ -96,10 +96,11 @@ format: .venv/ready-test
 
 .venv/ready-test: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e packages/ray # its tests need no Ray
 	touch $@
 
 .venv/ready-cluster: .venv/ready-test
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray,serverless]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/ray
 	touch $@
 
 .venv/ready-docs: .venv/ready-test

@@ -20,6 +20,7 @@ STARTING_PROCESSES = {
     "cli",
     "envs",
     "papers",
+    "ray",
     "runtime",
     "sandbox",
     "servers",

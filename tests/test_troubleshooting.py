@@ -22,9 +22,8 @@ def texts() -> tuple[str, ...]:
     """
     refusals = tomllib.loads((ROOT / "tests/schema/config/refusals.toml").read_text())
     found = [str(row["error"]) for row in refusals["refusal"]]
-    folders = [
-        ROOT / name for name in ("src/rollweave", "packages/sandbox/src", "packages/servers/src")
-    ]
+    beside = ("packages/ray/src", "packages/sandbox/src", "packages/servers/src")
+    folders = [ROOT / name for name in ("src/rollweave", *beside)]
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         tree, inner = ast.parse(path.read_text()), set[int]()
         for node in ast.walk(tree):

@@ -6,7 +6,6 @@ first host.
 
 from typing import NamedTuple
 
-from benchmarks.cluster.plan import FIXED
 from benchmarks.cluster.run import ClusterRun
 from benchmarks.runs import endless
 from rollweave.core.mechanisms.relays.state import part_of
@@ -54,7 +53,7 @@ class Crossing(NamedTuple):
 def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
     """Return the configuration of a run on these hosts. Raises ConfigError."""
     cluster = f'cluster={{address="{hosts.controller}:{PORT}", hosts={HOSTS}}}'
-    return endless(FIXED, [cluster, *settings])
+    return endless("frozenlake_fixed.toml", [cluster, *settings])
 
 
 def start_agents(hosts: HostsByHand) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
+from packages.ray.benchmarks.ray_hosts import RayHosts
 from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.core.state import EngineStatus
 from rollweave.envs.tasks import rules_of

@@ -36,7 +36,7 @@ NOT_RUN = {
     "core/reading/checks.py": "invariants, which are assertions of tests",
     "core/mechanisms/*/check.py": "invariants, which are assertions of tests",
     "engine/cuda_graphs.py": "needs a GPU",
-    "runtime/hosts/on_ray.py": "needs Ray",
+    "ray/agents.py": "needs Ray",
     "sandboxes/inside/*.py": "runs in a sandbox, with an interpreter of its own",
     "servers/plugin/*.py": "runs in a vLLM or SGLang server",
 }

@@ -48,6 +48,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
 BESIDE = {
+    "ray": ROOT / "packages/ray/src/rollweave_ray",
     "sandboxes": ROOT / "packages/sandbox/src/rollweave_sandbox",
     "servers": ROOT / "packages/servers/src/rollweave_servers",
     "service": ROOT / "packages/service/src/rollweave_service",

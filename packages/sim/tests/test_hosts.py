@@ -121,7 +121,10 @@ def test_engines_have_the_gpus_of_their_pool(tmp_path: Path) -> None:
             },
             r"sim.gpu must be one of .*, got 'h8000' \(did you mean h800\?\)",
         ),
-        ({"engines": {}, "tasks": [{"env": "webshop"}]}, "engines.0.pool must be given"),
+        (
+            {"pools": {"h20": {"resource": "H20"}}, "engines": {}, "tasks": [{"env": "webshop"}]},
+            "engines.0.pool must be given",
+        ),
     ],
 )
 def test_pools_that_cannot_be_simulated_are_refused(

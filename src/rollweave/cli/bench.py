@@ -49,7 +49,7 @@ BENCHES = {
     "delta": "benchmarks.delta:bench_delta",
     "relay": "benchmarks.relay.bench:bench_relay",
     "soak": "benchmarks.soak.bench:bench_soak",
-    "cluster": "benchmarks.cluster.bench:bench_cluster",
+    "cluster": "packages.ray.benchmarks.bench:bench_cluster",
 }
 """Benchmark → the function that runs it, as `module:function`: of `benchmarks/`, or of
 the distribution that it measures.

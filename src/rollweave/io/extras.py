@@ -24,8 +24,6 @@ EXTRAS = {
     "math": ("math_verify",),
     "parquet": ("pyarrow",),
     "predict": ("sklearn", "threadpoolctl", "transformers"),
-    "ray": ("ray",),
-    "serverless": ("ray", "starlette"),
     "tools": ("jsonschema", "IPython"),
     "transformers": ("transformers",),
 }
@@ -37,6 +35,7 @@ Sinks and transports have extras of their names.
 DISTRIBUTIONS = {
     "rollweave-envs": "packages/envs",
     "rollweave-papers": "packages/papers",
+    "rollweave-ray": "packages/ray",
     "rollweave-sandbox": "packages/sandbox",
     "rollweave-servers": "packages/servers",
     "rollweave-service": "packages/service",

@@ -259,7 +259,7 @@ class UrlReward(ServiceReward):
 
 class RewardCall(Struct, frozen=True, kw_only=True):
     """A request to a function that the run has deployed
-    (`runtime/hosts/on_serve`).
+    (`runtime/hosts/serverless`).
     """
 
     key: str

@@ -23,7 +23,7 @@ from rollweave.record.rundir import Identity, RunDir, write_identity
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.cluster import GatheredHosts, programs_of
-from rollweave.runtime.hosts.launchers import check_platform, deployed
+from rollweave.runtime.hosts.serverless import check_platform, deployed
 from rollweave.runtime.life import Life, Records, begun, machine_of, recorded, wired
 from rollweave.runtime.metrics import Metrics, Progress, Silent, open_sinks
 from rollweave.runtime.preflight.checks import FORCED, Status, forced, must_pass

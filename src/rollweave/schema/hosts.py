@@ -367,68 +367,6 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     programs: Programs = Programs()
 
 
-class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
-    """Connect to the Ray cluster at `address`; "auto" is the cluster of this machine's
-    node. Answered by `RayConnected` or `RayFailed`.
-    """
-
-    address: str
-
-
-class StartAgents(TaggedStruct, frozen=True, kw_only=True):
-    """Start an agent on every node of the cluster, and restart an agent that ends; or,
-    with `hosts`, on this number of nodes. For each of the `labels`, the nodes include a
-    node that has it.
-    """
-
-    controller: tuple[str, int]
-    secret: bytes
-    join_s: float
-    hosts: int | None = None
-    labels: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    programs: Programs = Programs()
-
-
-class StopAgents(TaggedStruct, frozen=True, kw_only=True):
-    """End all agents, and leave the cluster."""
-
-
-RayCommand = ConnectRay | StartAgents | StopAgents
-
-
-class RayConnected(TaggedStruct, frozen=True, kw_only=True):
-    """`address` is the address of this machine's node, `hosts` the number of nodes that
-    can have an agent.
-    """
-
-    address: str
-    hosts: int
-
-
-class RayFailed(TaggedStruct, frozen=True, kw_only=True):
-    error: str
-
-
-class AgentPending(TaggedStruct, frozen=True, kw_only=True):
-    """Ray has not started the agent of this node, because others use its resources."""
-
-    host: str
-    reason: str
-
-
-class AgentEnded(TaggedStruct, frozen=True, kw_only=True):
-    """The agent of this node could not be started, or ended with an error. It is
-    started again.
-    """
-
-    host: str
-    error: str
-
-
-RayReport = RayConnected | RayFailed | AgentPending | AgentEnded
-
-
 PROCESS_BYTES = 400 << 20
 """Memory of an interpreter that has imported torch and transformers, and has computed:
 350 to 450 MB were measured on a CPU.

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollweave import Message, Task, Worker, register, role
 from rollweave.envs.frozenlake import FrozenLake
-from rollweave.runtime.roles.worker import hw_mapping
+from rollweave.runtime.roles.worker import hw_mapping, register_serverless
 
 LIMIT_S = 60.0
 
@@ -57,6 +57,22 @@ class Judge(Worker):
     def asks(self) -> list[float]:
         scores: list[float] = role("judge").score(["blue"])
         return scores
+
+
+class Elsewhere(Worker):
+    """Its method `score` is executed at a URL."""
+
+    @register_serverless(
+        url=os.environ.get("ELSEWHERE", "http://127.0.0.1:9"),
+        token_env="ELSEWHERE_TOKEN",
+        timeout_s=20,
+    )
+    def score(self, answers: tuple[str, ...], word: str = "blue") -> tuple[float, ...]:
+        raise AssertionError("a platform executes it")
+
+    @register()
+    def ranks(self) -> int:
+        return self.rank
 
 
 class Plain(Worker):

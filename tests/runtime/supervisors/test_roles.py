@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from rollweave import ConfigError, RollweaveError, WorkerError, role
 from rollweave.core.mechanisms.membership.bindings import one_machine
@@ -128,6 +129,32 @@ def test_calls_in_every_mode(roles: Roles) -> None:
         role("judge").score(["red"])
 
 
+def test_a_method_at_a_url(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSEWHERE_TOKEN", "sesame")
+
+    async def score(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer sesame"
+        answers = (await request.json())["arguments"]["answers"]
+        return web.json_response({"result": [float(len(answer)) for answer in answers]})
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/score", score)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        monkeypatch.setenv("ELSEWHERE", f"http://127.0.0.1:{runner.addresses[0][1]}/score")
+        async with roles.open(roles={"judge": {"cls": f"{JUDGES}:Elsewhere"}}):
+            judge = role("judge")
+            many = await asyncio.gather(*(judge.score(["a" * n]) for n in range(10)))
+            assert many == [[float(n)] for n in range(10)]
+            with pytest.raises(WorkerError, match=r"TypeError: Elsewhere\.score: argument 0"):
+                await judge.score([1])
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_is_lost_or_hangs_is_restarted_alone(roles: Roles) -> None:
     async def run() -> None:
         async with roles.open(roles=judges(count=2)):
@@ -188,7 +215,10 @@ def test_a_role_without_workers_ends_the_run(roles: Roles) -> None:
         ),
         ({"cls": f"{JUDGES}:Jugde"}, "has no Jugde (did you mean Judge?)"),
         ({"cls": f"{JUDGES}:moves"}, "judge.cls must be a class of workers on this host, got "),
-        ({"cls": f"{JUDGES}:Routed"}, "judge.cls must register routed by `register` alone, got "),
+        (
+            {"cls": f"{JUDGES}:Routed"},
+            "judge.cls must register routed by `register`, or by `register_serverless` with a url, got ",
+        ),
         (
             {"arguments": {"words": "x"}},
             "with arguments {'words': 'x'}: TypeError: Judge.__init__()",

@@ -29,7 +29,7 @@ from rollweave.io.reading import whole
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import LOOPBACK, Host, Hosts, hosts_here
-from rollweave.runtime.hosts.launchers import Launcher, launcher_of
+from rollweave.runtime.hosts.launchers import Launcher, kind_of
 from rollweave.runtime.hosts.listener import HostListener
 from rollweave.runtime.hosts.remote import LEASE_S, RemoteHost
 from rollweave.runtime.hosts.user_files import UserFiles, pack, variables
@@ -260,14 +260,15 @@ class GatheredHosts:
         if cluster is None:
             return
         self.hosts = Hosts()
-        self._launcher = launcher_of(
-            cluster,
-            labels=[pool.resource for pool in self._pools.values()],
-            programs=self._programs,
-            logs=self._run.logs,
-            on_status=self._on_pending,
-            fail=self._on_refused,
-        )
+        if (kind := kind_of(cluster)) is not None:
+            self._launcher = kind(
+                cluster,
+                self._run.logs,
+                self._programs,
+                labels=[pool.resource for pool in self._pools.values()],
+                on_status=self._on_pending,
+                fail=self._on_refused,
+            )
         reach = None if self._launcher is None else await self._launcher.open()
         host = cluster.host or (reach.address if reach is not None else "")
         wanted = cluster.hosts or (reach.hosts if reach is not None else 1)

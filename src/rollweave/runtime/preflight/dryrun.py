@@ -18,9 +18,9 @@ from rollweave.io.machine import bound_socket, cores
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.driver import EpisodeStopError
-from rollweave.runtime.hosts import user_files
+from rollweave.runtime.hosts import launchers, user_files
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.hosts.launchers import check_launcher, check_platform
+from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.metrics import missing_sinks
 from rollweave.runtime.preflight import examiner
 from rollweave.runtime.preflight.checks import (
@@ -57,7 +57,7 @@ UNUSED = "no effect"
 SHOWN = (COMPUTED, FORCED, UNUSED, LEFT_OUT, REPEATED)
 """Names of the checks that a real run shows as well."""
 
-PACKAGES = (check_installed, check_platform, check_transport)
+PACKAGES = (check_installed, check_transport)
 """Each raises FieldError if a setting needs a package that is not installed."""
 
 REWARD_S = 30.0
@@ -94,9 +94,13 @@ def plan(
     given, even if these have not joined.
 
     `deep` also resets an environment of each domain with a task, which may take time
-    and acquire resources. Raises ConfigError if the kind of an engine is not installed.
+    and acquire resources. Raises ConfigError if a distribution is not installed that
+    the run needs.
     """
     check_kinds(config)
+    check_platform(config)
+    if config.cluster is not None and hosts is None:
+        launchers.kind_of(config.cluster)
     rules, domains, domain_checks = _users_code(config, deep=deep)
     config = as_prepared(config, domains)
     config, dropped, measured = without_overlong(config, domains)
@@ -162,10 +166,11 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
 
 
 def check_first(config: RunConfig, *, resume: bool, fresh: bool) -> None:
-    """Raise ConfigError if the run cannot have its engines' kinds or its directory,
-    before anything else, which takes longer, is checked.
+    """Raise ConfigError if the run cannot have its engines' kinds, the platform of its
+    functions or its directory, before anything else, which takes longer, is checked.
     """
     check_kinds(config)
+    check_platform(config)
     must_pass(_readable_directory(config, resume=resume, fresh=fresh, deep=False))
 
 
@@ -373,7 +378,6 @@ def _cluster(config: RunConfig, site: Site, images: Sequence[str]) -> Iterator[C
             yield refused(FieldError("cluster", rule, "none"))
         return
     if described is None:
-        check_launcher(cluster)
         user_files.variables(cluster.env)
         user_files.pack(user_files.of_run(config, images), cluster.files)
         if cluster.address is not None:

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import __main__
-from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.loop_thread import LoopThread
 from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts.serverless import platform
 from rollweave.runtime.roles.role import Role, RoleSpec, WorkerResources
 from rollweave.runtime.roles.serving import constructor_codec
 from rollweave.runtime.roles.worker import (
@@ -171,11 +171,8 @@ def _declarations(worker: type[Worker]) -> dict[str, Declaration]:
         method = f"{worker.__name__}.{name}"
         if hasattr(Cluster, name) or name in ("name", "logs", "world_size"):
             raise ConfigError(f"{method} must have another name: {name} is one of Cluster's own")
-        if declaration.serverless and missing_from("serverless"):
-            raise ConfigError(
-                f"{method} needs Ray Serve for register_serverless "
-                f"({how_to_install('serverless')}), got none"
-            )
+        if declaration.serverless:
+            platform(f"{method} with register_serverless")
     return declared
 
 

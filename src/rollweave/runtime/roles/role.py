@@ -1,7 +1,7 @@
 """A role of the user's program: it places the workers on hosts, starts them as a group,
 and calls them in the mode that each method declares (RollArt §5.1, §5.2).
 
-Instances on Ray Serve (`runtime/hosts/on_serve.py`) execute its serverless methods.
+Instances on a platform (`runtime/hosts/serverless.py`) execute its serverless methods.
 Invariant: such a call returns, or raises `WorkerError`, within its limit; the workers
 of the role do not end because of it.
 """
@@ -24,7 +24,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.rollout.http_service import HttpService, ServiceError
 from rollweave.runtime.hosts.cluster import GatheredHosts, Hosted, slot_of
 from rollweave.runtime.hosts.hosts import resources as resources_here
-from rollweave.runtime.hosts.launchers import on_ray_serve
+from rollweave.runtime.hosts.serverless import platform
 from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
 from rollweave.runtime.roles.serving import method_codec
@@ -76,7 +76,7 @@ class ServerlessMethods:
         if isinstance(report, Returned):
             return method_codec(self._worker, method).decode_result(report.value)
         failure = WorkerFailure(rank=0, kinds=report.kinds, text=report.text, place=report.place)
-        raise WorkerError(f"{self._name}.{method} on Ray Serve:", [failure])
+        raise WorkerError(f"serverless {self._name}.{method}:", [failure])
 
     def _service(self, within_s: float) -> HttpService:
         """Return the service for calls with this limit."""
@@ -184,7 +184,7 @@ class Role:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method in its mode. Raises like `WorkerGroup.call`, and TypeError."""
         declaration, workers = self._declarations[method], self._workers
-        within_s = declaration.timeout_s or self._spec.timeout_s
+        within_s = declaration.limit_s or self._spec.timeout_s
         if declaration.serverless:
             return await self._serverless.call(
                 method, workers.encode(method, *args, **kwargs), within_s=within_s
@@ -216,7 +216,7 @@ class Role:
             return
         spec = self._spec
         role = DeployedRole(name=spec.name, reference=spec.reference, arguments=spec.arguments)
-        context = on_ray_serve(
+        context = platform(f"role {spec.name}")(
             (role,),
             deploy_s=spec.start_s,
             cluster=self._cluster,

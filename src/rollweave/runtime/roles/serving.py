@@ -22,7 +22,7 @@ import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,7 +31,7 @@ from rollweave.envs.roles import VARIABLE, WITHIN, decoder, encoded, encoded_arg
 from rollweave.envs.threads import text_of
 from rollweave.io.parent import Parent
 from rollweave.io.wire import FRAME_BYTES, decoder_of, encode
-from rollweave.runtime.roles.worker import Worker, check_worker, declarations
+from rollweave.runtime.roles.worker import Declaration, Worker, check_worker, declarations
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.roles import (
     CONSTRUCTION,
@@ -46,6 +46,9 @@ from rollweave.schema.roles import (
     StoreOpened,
 )
 
+if TYPE_CHECKING:
+    from rollweave.runtime.roles.url_methods import UrlMethod
+
 CALL_BYTES = FRAME_BYTES - (1 << 16)
 """Maximum size of the arguments of a call, and of its result."""
 
@@ -55,7 +58,7 @@ class MethodCodec:
 
     def __init__(self, function: Callable[..., Any], *, name: str, bound: bool) -> None:
         """If `bound`, the first parameter is the object itself."""
-        self._name = name
+        self.name = name
         signature = inspect.signature(function)
         parameters = list(signature.parameters.values())[1 if bound else 0 :]
         self._signature = signature.replace(parameters=parameters)
@@ -84,8 +87,8 @@ class MethodCodec:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self._name}: {error}") from None
-        arguments = encoded_arguments(bound.args, bound.kwargs, self._name)
+            raise TypeError(f"{self.name}: {error}") from None
+        arguments = encoded_arguments(bound.args, bound.kwargs, self.name)
         size = sum(map(_size, (*arguments.args, *arguments.kwargs.values())))
         self._must_fit(size, "the arguments")
         return arguments
@@ -104,10 +107,23 @@ class MethodCodec:
         }
         return args, kwargs
 
+    def named(self, arguments: Arguments) -> dict[str, Any]:
+        """Return the arguments by the names of their parameters. Raises TypeError."""
+        args, kwargs = self.decode(arguments)
+        return dict(self._signature.bind(*args, **kwargs).arguments)
+
     def encode_result(self, value: Any) -> msgspec.Raw:
         """Encode a result. Raises TypeError."""
-        raw = encoded(value, f"{self._name}: the result")
+        raw = encoded(value, f"{self.name}: the result")
         self._must_fit(_size(raw), "the result")
+        return raw
+
+    def encode_foreign(self, value: Any) -> msgspec.Raw:
+        """Encode a result that no method has returned. Raises TypeError, also if it is
+        not of the annotated type.
+        """
+        raw = self.encode_result(value)
+        self.decode_result(raw)
         return raw
 
     def decode_result(self, raw: msgspec.Raw) -> Any:
@@ -116,7 +132,7 @@ class MethodCodec:
 
     def _must_fit(self, size: int, what: str) -> None:
         if size > CALL_BYTES:
-            raise TypeError(f"{self._name}: {what} must have at most {CALL_BYTES} bytes")
+            raise TypeError(f"{self.name}: {what} must have at most {CALL_BYTES} bytes")
 
     def _at(self, place: int) -> str:
         if place < len(self._positional):
@@ -128,7 +144,7 @@ class MethodCodec:
         try:
             return decoder(hint).decode(raw)
         except (msgspec.DecodeError, ValueError) as error:
-            raise TypeError(f"{self._name}: {what}: {error}") from None
+            raise TypeError(f"{self.name}: {what}: {error}") from None
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -202,7 +218,8 @@ def _class_of_run(load: Callable[[str], type[Worker]], reference: str) -> type[W
     if not declared:
         raise UnfitClassError("have a method with @register")
     if other := [name for name, one in declared.items() if one.affinity or one.serverless]:
-        raise UnfitClassError(f"register {other[0]} by `register` alone")
+        rule = f"register {other[0]} by `register`, or by `register_serverless` with a url"
+        raise UnfitClassError(rule)
     return kind
 
 
@@ -245,19 +262,20 @@ class _WorkerProcess:
         start = _decode(self._parent.receive())
         self.address, self._joins = start.address, start.joins
         self._parent.listen(self._on_frame)
-        made: list[Worker] = []
+        made: list[tuple[Worker, Calls]] = []
 
         def construct() -> msgspec.Raw:
-            made.append(self._made(load, start))
-            return msgspec.Raw(encode(_declared(type(made[0]))))
+            worker = self._made(load, start)
+            made.append((worker, Calls(worker)))
+            return msgspec.Raw(encode(_declared(type(worker))))
 
         self._answer(CONSTRUCTION, construct)
-        calls = Calls(made[0]) if made else None
         while isinstance(command := self._commands.get(), CallMethod):
-            if calls is not None:  # without a worker, the parent ends this process
-                self._call(calls, command)
-        if made:
-            made[0].close()
+            if made:  # without a worker, the parent ends this process
+                self._call(made[0][1], command)
+        for worker, calls in made:
+            calls.close()
+            worker.close()
 
     def _made(self, load: Callable[[str], type[Worker]], start: StartWorker) -> Worker:
         """Make the worker; its attributes are set before its constructor runs."""
@@ -315,9 +333,20 @@ class Calls:
     """The registered methods of a worker."""
 
     def __init__(self, worker: Worker) -> None:
+        """Raises ConfigError as `UrlMethod` does."""
         self._worker = worker
         self._declarations = declarations(type(worker))
         self._codecs = {name: method_codec(type(worker), name) for name in self._declarations}
+        self._urls = {
+            name: _at_url(self._codecs[name], one)
+            for name, one in self._declarations.items()
+            if one.url
+        }
+
+    def close(self) -> None:
+        """Close all connections."""
+        for method in self._urls.values():
+            method.close()
 
     def beside(self, method: str) -> bool:
         return method in self._declarations and self._declarations[method].beside
@@ -327,14 +356,23 @@ class Calls:
         and TypeError for arguments or a result that do not suit its annotations.
         """
         codec = self._codecs[command.method]
+        if command.method in self._urls:
+            return self._urls[command.method].execute(codec.named(command.arguments))
         args, kwargs = codec.decode(command.arguments)
         result: Any = getattr(self._worker, command.method)(*args, **kwargs)
         return codec.encode_result(result)
 
 
+def _at_url(codec: MethodCodec, declaration: Declaration) -> "UrlMethod":
+    # most workers need no HTTP client
+    from rollweave.runtime.roles.url_methods import UrlMethod
+
+    return UrlMethod(codec.name, declaration, codec.encode_foreign)
+
+
 def _declared(worker: type[Worker]) -> dict[str, DeclaredMethod]:
     return {
-        name: DeclaredMethod(mode=one.called, timeout_s=one.timeout_s, beside=one.beside)
+        name: DeclaredMethod(mode=one.called, timeout_s=one.limit_s, beside=one.beside)
         for name, one in declarations(worker).items()
     }
 

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from rollweave.schema.address import parse_url
 from rollweave.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ TAG = "tag_name"
 DEFAULT = "default"
 """Key of the hardware of all domains that have no other."""
 
+URL_S = 60.0
+"""Maximum seconds of a call of a URL, unless the method is registered with a limit."""
+
+GRACE_S = 10.0
+"""Seconds after that limit until the worker that calls the URL counts as lost."""
+
 _DECLARATION = "_rollweave_declaration"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,18 +41,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The way in which the controller calls a method."""
+    """The way in which the controller calls a method. The worker passes a call on to
+    the `url`, if there is one, with the token in the environment variable `token_env`.
+    """
 
     mode: Mode | None = None
     timeout_s: float | None = None
     beside: bool = False
     affinity: Mapping[str, str] = dataclasses.field(default_factory=dict)
     serverless: bool = False
+    url: str = ""
+    token_env: str = ""
 
     @property
     def called(self) -> Mode:
         """The declared mode, or the default."""
-        return self.mode or ("execute_one" if self.affinity else "execute_all")
+        return self.mode or ("execute_one" if self.affinity or self.url else "execute_all")
+
+    @property
+    def limit_s(self) -> float | None:
+        """Maximum seconds in which a worker answers; None if the caller decides."""
+        return (self.timeout_s or URL_S) + GRACE_S if self.url else self.timeout_s
 
 
 def register(
@@ -77,7 +93,9 @@ def register(
     return declare
 
 
-def register_serverless(*, timeout_s: float | None = None) -> Callable[[F], F]:
+def register_serverless(
+    *, url: str = "", token_env: str = "", timeout_s: float | None = None
+) -> Callable[[F], F]:
     """Make a worker's method callable from the controller, and have it executed on Ray
     Serve in place of the workers (RollArt §5.2).
 
@@ -86,12 +104,22 @@ def register_serverless(*, timeout_s: float | None = None) -> Callable[[F], F]:
     others have left in the object. The result is that of the method. A call takes at
     most `timeout_s` seconds, by default as many as the `Cluster` allows, with the
     start of an instance.
+
+    With `url`, the platform there executes the method in place of Ray Serve: the worker
+    with the fewest calls in progress passes a call on (`UrlMethod` of
+    `runtime/roles/url_methods`), within `URL_S` seconds by default. The environment
+    variable `token_env` has the bearer token of the platform.
     """
+    if token_env and not url:
+        raise ValueError(f"token_env must be left out without url, got {token_env!r}")
+    url = parse_url(url) if url else ""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
 
     def declare(method: F) -> F:
-        return _declared(method, serverless=True, timeout_s=timeout_s)
+        if not url:
+            return _declared(method, serverless=True, timeout_s=timeout_s)
+        return _declared(method, url=url, token_env=token_env, beside=True, timeout_s=timeout_s)
 
     return declare
 
@@ -135,7 +163,8 @@ def check_worker(worker: object) -> None:
             raise ConfigError(f"{method} must not be async: its worker has no event loop")
         if declaration.affinity and declaration.called == "execute_each":
             raise ConfigError(f"{method} must not have both hw_mapping and mode execute_each")
-        if declaration.serverless and (declaration.affinity or declaration.mode):
+        elsewhere = declaration.serverless or declaration.url
+        if elsewhere and (declaration.affinity or declaration.mode):
             raise ConfigError(
                 f"{method} must not have register_serverless and another declaration: it is "
                 "executed by no worker"

@@ -53,7 +53,7 @@ class EngineConfig(Section):
     )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
-        None, description="Pool of hosts on which these engines run; any host if unset."
+        None, description="Pool of hosts on which they run; unset: bandwidth (docs/CLUSTER.md)."
     )
     phase: EnginePhase = Field(
         "both",
@@ -169,8 +169,8 @@ class ClusterConfig(Section):
         "manual",
         description="How agents are started: manual, by the user (`rollweave host`); ray, by Ray, "
         "on the nodes of the cluster of the node that runs here, or, with ray:HOST:PORT, of the "
-        "cluster with this address, of which this machine is a node; local, by the controller on "
-        "this machine, to try a configuration.",
+        "cluster with this address, of which this machine is a node (it needs rollweave-ray); "
+        "local, by the controller on this machine, to try a configuration.",
     )
     address: Endpoint | None = Field(
         None,
@@ -200,11 +200,6 @@ class ClusterConfig(Section):
     def on_ray(self) -> bool:
         """True if Ray starts the agents."""
         return self.launcher.startswith("ray")
-
-    @property
-    def ray(self) -> str:
-        """The address of the Ray cluster; "auto" for that of the node here."""
-        return self.launcher.partition(":")[2] or "auto"
 
     @property
     def host(self) -> str:
@@ -271,7 +266,7 @@ class WorkersConfig(Section):
         "for as long as a start takes if that is more.",
     )
     pool: str | None = Field(
-        None, description="Pool of hosts on which the workers run; any host if unset."
+        None, description="Pool of hosts on which they run; unset: cpu (docs/CLUSTER.md)."
     )
 
     @property
@@ -319,7 +314,7 @@ class RoleConfig(Section):
         0, description="GPUs of each process, which no other process of the run has."
     )
     pool: str | None = Field(
-        None, description="Pool of hosts on which they run; any host if unset."
+        None, description="Pool of hosts on which they run; unset: local (docs/CLUSTER.md)."
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the constructor of the class, by name."

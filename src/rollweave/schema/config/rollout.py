@@ -295,7 +295,8 @@ class RewardConfig(Section):
     run: Literal["serverless"] | None = Field(
         None,
         description="serverless: behind its URL, or for a function by Ray Serve, which the run "
-        "deploys it on. If unset, a function runs where the run evaluates its attempts.",
+        "deploys it on (it needs rollweave-ray). If unset, a function runs where the run "
+        "evaluates its attempts.",
     )
     function: str | None = Field(
         None, description="The user's function, package.module:name (docs/REWARDS.md)."

@@ -3,7 +3,7 @@
 `schema/config/root.py` has the rules between the settings.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -48,6 +48,13 @@ SIMULATED_MODEL = "sim.model"
 weights.
 """
 
+DEFAULT_POOLS = {"trainer": "compute", "engines": "bandwidth", "workers": "cpu", "roles": "local"}
+"""The pool of the processes of a section that names none, if the run has a pool of that
+name (RollArt §5.2).
+"""
+
+P = TypeVar("P", TrainerConfig, EngineConfig, WorkersConfig, RoleConfig)
+
 
 class Sections(Section):
     run: RunSection
@@ -85,6 +92,24 @@ class Sections(Section):
         if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
             return {**data, "model": {"path": SIMULATED_MODEL, "device": "cuda"}}
         return data
+
+    @model_validator(mode="after")
+    def _default_pools(self) -> Self:
+        """Fill in `DEFAULT_POOLS`, unless trainer and engines share their devices."""
+
+        def placed(part: P, pool: str) -> P:
+            default = part.pool is None and pool in self.pools
+            return part.model_copy(update={"pool": pool}) if default else part
+
+        if self.pools and not self.trainer.colocated:
+            trainer, engines, workers, roles = DEFAULT_POOLS.values()
+            vars(self).update(
+                trainer=placed(self.trainer, trainer),
+                engines=tuple(placed(group, engines) for group in self.engines),
+                workers=placed(self.workers, workers) if self.workers.maximum else self.workers,
+                roles={name: placed(role, roles) for name, role in self.roles.items()},
+            )
+        return self
 
     @field_validator("engines", mode="before")
     @classmethod

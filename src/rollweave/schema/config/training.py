@@ -373,7 +373,7 @@ class TrainerConfig(Section):
         "by the model's own plan (implementation transformers); FSDP2 shards over the others.",
     )
     pool: str | None = Field(
-        None, description="Pool of hosts on which the trainer's ranks run; any host if unset."
+        None, description="Pool of hosts on which its ranks run; unset: compute (docs/CLUSTER.md)."
     )
     colocated: Flag = Field(
         False,

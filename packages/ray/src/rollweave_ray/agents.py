@@ -6,7 +6,7 @@ all nodes, serves on those that it gets first, and gives back the others.
 
 Ray starts and ends the agents; it carries none of the run's data. This module runs in a
 separate process, Ray's driver, and Ray ends all actors with it. Only this module and
-`on_serve` import Ray.
+`applications` import Ray.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.io.extras import from_extra
+from rollweave.io.extras import how_to_install_distribution
 from rollweave.runtime.hosts.agent import agent_of
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.hosts import AgentEnded, AgentPending, AgentSpec, StartAgents
+from rollweave.schema.hosts import AgentSpec
+from rollweave_ray.messages import AgentEnded, AgentPending, AgentReport, StartAgents
 
 PROBE_S = 5.0
 """Maximum seconds for a connection to Ray's address."""
@@ -107,6 +108,16 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def imported(module: str) -> Any:
+    """Return a module of Ray. Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed ({how_to_install_distribution('rollweave-ray')})"
+        ) from None
+
+
 def connect(address: str) -> Any:
     """Connect to the Ray cluster at `address`, or to that of the node on this machine
     for "auto", and return the module `ray`.
@@ -114,8 +125,7 @@ def connect(address: str) -> Any:
     Raises ConfigError.
     """
     prepare_environment()
-    with from_extra("ray"):
-        ray: Any = importlib.import_module("ray")
+    ray = imported("ray")
     try:
         if address != "auto":
             host, _, port = address.rpartition(":")
@@ -154,9 +164,7 @@ class _Running:
 class Agents:
     """The agents of a run. `report` receives what the user should know."""
 
-    def __init__(
-        self, ray: Any, start: StartAgents, report: Callable[[AgentPending | AgentEnded], None]
-    ) -> None:
+    def __init__(self, ray: Any, start: StartAgents, report: Callable[[AgentReport], None]) -> None:
         self._ray, self._start, self._report = ray, start, report
         self._affinity = importlib.import_module(
             "ray.util.scheduling_strategies"

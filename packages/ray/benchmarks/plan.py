@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.runs import endless
+from packages.ray.benchmarks.ray_hosts import RayHosts
 from rollweave.schema.config.root import RunConfig
 
 RESOURCES = ({"training": 1}, {"generation": 1}, {"generation": 1})

@@ -8,6 +8,7 @@ answered them for a minute.)
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.cluster.hosts import CONTROLLERS, MEGABITS, Hosts, command_of
-from rollweave.io.extras import how_to_install, missing_from
+from rollweave.io.extras import how_to_install_distribution
 from rollweave.schema.errors import RollweaveError
 
 PORT = 6379
@@ -69,9 +70,10 @@ class RayHosts(Hosts):
         if self.why_not:
             return self
         try:
-            if missing_from("ray"):
+            if importlib.util.find_spec("ray") is None:
                 self.__exit__()
-                self._missing = f"ray is not installed ({how_to_install('ray')})"
+                advice = how_to_install_distribution("rollweave-ray")
+                self._missing = f"ray is not installed ({advice})"
             else:
                 self._start_head()
                 self.start_nodes(*range(self.count))

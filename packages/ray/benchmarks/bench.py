@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.hosts import MEGABITS
-from benchmarks.cluster.plan import (
+from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
+from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress, kept_if_broken
+from benchmarks.runs import conditions_of
+from packages.ray.benchmarks.plan import (
     ENGINES,
     FIGURES,
     FIXED,
@@ -32,11 +36,7 @@ from benchmarks.cluster.plan import (
     ClusterPlan,
     config_of,
 )
-from benchmarks.cluster.ray_hosts import RayHosts
-from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
-from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress, kept_if_broken
-from benchmarks.runs import conditions_of
+from packages.ray.benchmarks.ray_hosts import RayHosts
 from rollweave.schema.config.root import RunConfig
 
 

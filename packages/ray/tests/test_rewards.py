@@ -13,12 +13,12 @@ import pytest
 
 from rollweave.record.store import TrajectoryReader
 from rollweave.rollout.reward_sources import Finished, RewardCall
-from rollweave.runtime.hosts.on_serve import UNPROCESSABLE, Answers, RewardApp
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.roles import DeployedFunction
 from rollweave.schema.work import StopReason, Task
+from rollweave_ray.applications import UNPROCESSABLE, Answers, RewardApp
 from tests.support.real_runs import GROUPS, MEMBERS, lake, living, run_dir, summary
 
 RAY_S = 500.0
@@ -79,13 +79,13 @@ async def test_a_failure_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     status, body = await instance.answer("", call("a"))
     assert (status, b"KeyError: 'no such word'" in body) == (UNPROCESSABLE, True)
     assert (await instance.answer("", b'{"key": 1}'))[0] == 400
-    monkeypatch.setattr("rollweave.runtime.hosts.on_serve.PAYLOAD_BYTES", 10)
+    monkeypatch.setattr("rollweave_ray.applications.PAYLOAD_BYTES", 10)
     assert (await instance.answer("", call("b")))[0] == 413
 
 
 async def test_answers_are_bounded_by_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest ones are forgotten, except those that are still being computed."""
-    monkeypatch.setattr("rollweave.runtime.hosts.on_serve.REMEMBERED_BYTES", 10)
+    monkeypatch.setattr("rollweave_ray.applications.REMEMBERED_BYTES", 10)
     answers, computed, slow = Answers(), list[str](), asyncio.Event()
 
     async def compute(key: str) -> tuple[int, bytes]:
@@ -102,7 +102,7 @@ async def test_answers_are_bounded_by_number_and_size(monkeypatch: pytest.Monkey
     again = asyncio.create_task(answers.of("slow", lambda: compute("slow")))
     slow.set()
     assert await waiting == await again == (200, b"four")
-    monkeypatch.setattr("rollweave.runtime.hosts.on_serve.REMEMBERED", 1)
+    monkeypatch.setattr("rollweave_ray.applications.REMEMBERED", 1)
     await answers.of("d", lambda: compute("d"))
     await answers.of("d", lambda: compute("d"))
     await answers.of("slow", lambda: compute("slow"))
@@ -117,17 +117,6 @@ def deployed_run(directory: Path, function: str, **sections: Any) -> RunConfig:
         eval={"every": 0, "final_episodes": 2},
         **sections,
     )
-
-
-def test_a_missing_ray_serve_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollweave.runtime.hosts import launchers
-    from rollweave.schema.errors import ConfigError
-
-    monkeypatch.setattr(launchers, "missing_from", lambda extra: [extra])
-    with pytest.raises(
-        ConfigError, match=r"rewards\.0\.run must be left out without Ray Serve \(pip"
-    ):
-        launchers.check_platform(deployed_run(tmp_path, "place"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
-"""The process of Ray's driver for a run, which keeps agents on Ray's nodes
-(`runtime/hosts/on_ray.py`), or deploys functions on Ray Serve
-(`runtime/hosts/on_serve.py`).
+"""The process of Ray's driver for a run, which keeps agents on Ray's nodes (`agents`),
+or deploys functions on Ray Serve (`applications`).
 """
 
 import os
@@ -10,15 +9,22 @@ from collections.abc import Callable
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.hosts.on_ray import Agents, connect, nodes_of
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.hosts import ConnectRay, RayCommand, RayConnected, RayFailed, StartAgents
-from rollweave.schema.roles import DeployFailed, DeployFunctions, FunctionsDeployed, ServeCommand
+from rollweave_ray.agents import Agents, connect, nodes_of
+from rollweave_ray.messages import (
+    ConnectRay,
+    DeployFunctions,
+    DriverCommand,
+    DriverFailed,
+    FunctionsDeployed,
+    RayConnected,
+    StartAgents,
+)
 
 POLL_S = 1.0
 """Seconds between two polls of Ray's nodes."""
 
-_decode = decoder_of(RayCommand | ServeCommand)
+_decode = decoder_of(DriverCommand)
 
 
 def keep_agents(parent: Parent, command: ConnectRay, receive: Callable[..., bytes]) -> None:
@@ -26,7 +32,7 @@ def keep_agents(parent: Parent, command: ConnectRay, receive: Callable[..., byte
     try:
         ray = connect(command.address)
     except ConfigError as error:
-        parent.send(encode(RayFailed(error=str(error))))
+        parent.send(encode(DriverFailed(error=str(error))))
         return
     hosts = len(nodes_of(ray.nodes()))
     parent.send(encode(RayConnected(address=ray.util.get_node_ip_address(), hosts=hosts)))
@@ -49,7 +55,7 @@ def keep_agents(parent: Parent, command: ConnectRay, receive: Callable[..., byte
 def deploy(parent: Parent, command: DeployFunctions, receive: Callable[..., bytes]) -> None:
     """Deploy functions, and remove them when the parent asks."""
     # agents need nothing of it
-    from rollweave.runtime.hosts.on_serve import Functions
+    from rollweave_ray.applications import Functions
 
     functions = None
     try:
@@ -58,7 +64,7 @@ def deploy(parent: Parent, command: DeployFunctions, receive: Callable[..., byte
     except ConfigError as error:
         if functions is not None:
             functions.remove()
-        parent.send(encode(DeployFailed(error=str(error))))
+        parent.send(encode(DriverFailed(error=str(error))))
         return
     parent.send(encode(FunctionsDeployed(urls=urls)))
     receive()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.bench import bench_cluster
-from benchmarks.cluster.plan import FIGURES, FIXED, config_of
 from benchmarks.cluster.run import ClusterRun, LineFollower, lost_trajectories
+from packages.ray.benchmarks.bench import bench_cluster
+from packages.ray.benchmarks.plan import FIGURES, FIXED, config_of
 
 
 def test_without_namespaces_every_figure_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollweave.runtime.hosts import on_ray
-from rollweave.runtime.hosts.on_ray import Agents
-from rollweave.schema.hosts import AgentSpec, Programs, StartAgents
+from rollweave.schema.hosts import AgentSpec, Programs
+from rollweave_ray import agents as module
+from rollweave_ray.agents import Agents
+from rollweave_ray.messages import StartAgents
 
 
 class FakeRay:
@@ -87,7 +88,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)  # type: ignore[arg-type]
-    monkeypatch.setattr(on_ray, "RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
 
 
 def agents(ray: FakeRay, hosts: int | None, *labels: str) -> Agents:

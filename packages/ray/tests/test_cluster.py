@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cluster.hosts import CONTROLLERS
-from benchmarks.cluster.ray_hosts import RayHosts
-from rollweave.io.extras import missing_from
+from packages.ray.benchmarks.ray_hosts import RayHosts
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import HostJoined, HostLost, RunStarted
@@ -347,8 +346,6 @@ def test_a_serverless_reward_is_computed_on_another_node(
     has the only CPU that is left. The controller is on a third one, the head's; with
     `workers`, the function is called from the agent's.
     """
-    if missing_from("serverless"):
-        pytest.skip("Ray Serve is not installed")
     (tmp_path / "placed.py").write_text(PLACED)
     reward = {"name": "node", "function": "placed:node", "run": "serverless", "weight": 0.0}
     config = config_of(

@@ -12,7 +12,6 @@ status 422 and the reason, never with a number.
 """
 
 import asyncio
-import importlib
 import os
 import shutil
 import sys
@@ -25,19 +24,19 @@ from typing import Any
 import msgspec
 
 from rollweave.envs.threads import EnvThreads
-from rollweave.io.extras import from_extra
 from rollweave.io.machine import bound_socket
 from rollweave.io.wire import encode
 from rollweave.rollout.driver import EpisodeStopError
 from rollweave.rollout.reward_sources import FunctionReward, RewardCall
-from rollweave.runtime.hosts.on_ray import connect, in_one_line, prepare_environment
 from rollweave.runtime.hosts.user_files import unpack
 from rollweave.runtime.roles.serving import Calls, answer_to, constructor_codec, load
 from rollweave.schema.base import as_json
 from rollweave.schema.config.rollout import RewardConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.roles import CallMethod, DeployedFunction, DeployedRole, DeployFunctions
+from rollweave.schema.roles import CallMethod, DeployedFunction, DeployedRole
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES
+from rollweave_ray.agents import connect, imported, in_one_line, prepare_environment
+from rollweave_ray.messages import DeployFunctions
 
 IDLE_S = 30.0
 """Seconds without requests after which an instance ends, also the last one."""
@@ -61,8 +60,7 @@ class Functions:
     def __init__(self, command: DeployFunctions) -> None:
         """Connect to Ray, and start Ray Serve unless it runs. Raises ConfigError."""
         self._command = command
-        with from_extra("serverless"):
-            self._serve: Any = importlib.import_module("ray.serve")
+        self._serve = imported("ray.serve")
         self._ray = connect(command.address) if command.address else start_here()
         self._names: list[str] = []
 
@@ -85,7 +83,7 @@ class Functions:
             address, port = head["NodeManagerAddress"], SHARED_PORT
         options = {"host": address, "port": port}
         self._serve.start(proxy_location="HeadOnly", http_options=options)
-        client = importlib.import_module("ray.serve.context")._get_global_client()
+        client = imported("ray.serve.context")._get_global_client()
         return f"http://{address}:{client.http_config.port}"
 
     def _deploy(self, function: DeployedFunction | DeployedRole) -> str:
@@ -128,8 +126,7 @@ class Functions:
 def start_here() -> Any:
     """Start Ray on this machine, for this process alone. Raises ConfigError."""
     prepare_environment()
-    with from_extra("serverless"):
-        ray: Any = importlib.import_module("ray")
+    ray = imported("ray")
     try:
         ray.init(address="local", include_dashboard=False, logging_level="warning")
     except Exception as error:  # Ray raises several, and its own

@@ -1,0 +1,3 @@
+"""Rollweave on Ray: agents on the nodes of a Ray cluster, and serverless functions on
+Ray Serve.
+"""
