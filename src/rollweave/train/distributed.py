@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import TypeIs
 
-from rollweave.io.machine import bound_socket
 from rollweave.schema.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -44,9 +43,6 @@ COLLECTIVE_S = 1800.0
 of its ranks is lost, or if a step takes too long.
 """
 
-STORE_BACKLOG = 1024
-"""Maximum number of ranks that connect to the store at the same moment."""
-
 SIOCGIFADDR = 0x8915
 """Request for an interface's address (<linux/sockios.h>)."""
 
@@ -57,6 +53,8 @@ class RankGroup:
 
     rank: int
     world_size: int
+    address: str = "127.0.0.1"
+    """The address of this host by which other hosts reach it."""
     host_group: "ProcessGroup | None" = None
     """A second process group of all ranks, over Gloo, for checkpoints, which are
     written while the ranks train.
@@ -137,32 +135,6 @@ ALONE = RankGroup(rank=0, world_size=1)
 """The rank of a trainer with a single rank."""
 
 
-def open_store(address: str) -> tuple[TCPStore, str]:
-    """Open the store at which ranks meet, on one address of this host.
-
-    Return it, for rank 0, and the address at which the other ranks reach it
-    ("10.0.0.1:29500"). Raises OSError.
-    """
-    # the store would otherwise listen on every address of this host
-    with bound_socket(address, 0) as listening:
-        listening.listen(STORE_BACKLOG)
-        port: int = listening.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-    return store, f"{address}:{port}"
-
-
-def join_store(where: str) -> TCPStore:
-    """Connect to the store of rank 0."""
-    host, _, port = where.rpartition(":")
-    return TCPStore(host, int(port), is_master=False)
-
-
 def join_ranks(
     rank: int,
     world_size: int,
@@ -190,7 +162,7 @@ def join_ranks(
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     host_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    return RankGroup(rank=rank, world_size=world_size, host_group=host_group)
+    return RankGroup(rank=rank, world_size=world_size, address=address, host_group=host_group)
 
 
 def with_tensor_groups(ranks: RankGroup, size: int, device: torch.device) -> RankGroup:

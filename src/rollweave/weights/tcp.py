@@ -231,6 +231,12 @@ class Channel:
         self.received_bytes = 0
         """The bytes that have arrived of the body for which `receive` is waiting."""
 
+    @property
+    def host(self) -> str:
+        """The address of this host by which the peer is reached."""
+        host: str = self._sock.getsockname()[0]
+        return host
+
     async def send(self, message: Message, body: Body | None = None) -> None:
         """Send a message. Raises FetchError (source)."""
         head = encode(message)

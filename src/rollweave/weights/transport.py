@@ -82,6 +82,37 @@ class KeepAlive(TaggedStruct, frozen=True, kw_only=True):
     """There is nothing to send yet."""
 
 
+class Join(TaggedStruct, frozen=True, kw_only=True):
+    """Take part in the broadcast of a version (`weights/collective`).
+
+    `member` identifies the engine; `group` is the number of the group that it is in, 0
+    without one; `on_gpu` says whether it receives in the memory of a GPU.
+    """
+
+    publication_id: int
+    digest: str
+    nbytes: int
+    member: bytes
+    group: int
+    on_gpu: bool
+
+
+class Gathered(TaggedStruct, frozen=True, kw_only=True):
+    """The broadcast begins, in the group of this number. Unless the engine is in it, it
+    joins as `rank` of `size`; the ranks meet at the address `store`.
+    """
+
+    group: int
+    rank: int
+    size: int
+    store: str
+    on_gpu: bool
+
+
+class Alone(TaggedStruct, frozen=True, kw_only=True):
+    """There is no broadcast of this version for this engine, which is to request it."""
+
+
 class Refused(TaggedStruct, frozen=True, kw_only=True):
     """The request has failed. This is the last message of its sender."""
 
@@ -89,7 +120,7 @@ class Refused(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
-Message = Request | Raw | RawRanges | Delta | KeepAlive | Refused
+Message = Request | Raw | RawRanges | Delta | KeepAlive | Join | Gathered | Alone | Refused
 
 decode_message = decoder_of(Message)
 

@@ -226,20 +226,34 @@ CONFLICTS = (
     Conflict(
         "weights.relays",
         Clause(
-            "with [cluster] or [pools]",
-            lambda place: place.config.cluster is not None or place.config.pools,
-            why="whose hosts have one each",
+            "with [cluster], [pools] or weights.transport collective",
+            lambda place: (
+                place.config.cluster is not None
+                or place.config.pools
+                or place.config.weights.collective
+            ),
+            why="whose hosts have one each, or none",
         ),
     ),
     Conflict("loans", _without("cluster", "sim", why="whose hosts lend engines")),
-    Conflict("loans", _beside("allocation", why="which decides the degrees of all engines")),
+    Conflict(
+        "loans",
+        Clause(
+            "with [allocation] or weights.transport collective",
+            lambda place: place.config.allocation is not None or place.config.weights.collective,
+            why="for which all engines belong to the run",
+        ),
+    ),
     Conflict(
         "trainer.colocated",
         _unless("rollout.mode", "sync", why="the only one that does not train while it rolls out"),
     ),
-    Conflict("loans allocation ablation.changes=no_staging", _beside("trainer.colocated")),
     Conflict(
-        "loans trainer.colocated",
+        "loans allocation ablation.changes=no_staging weights.transport=collective",
+        _beside("trainer.colocated"),
+    ),
+    Conflict(
+        "loans trainer.colocated weights.transport=collective",
         _beside("engines.kind", *SERVERS, why="whose servers keep their memory"),
     ),
     # Algorithms and models.
@@ -362,7 +376,19 @@ WITHOUT_EFFECT = (
             lambda place: place.config.placement not in PARTITIONS,
         ),
     ),
-    Conflict("weights.transport ablation.changes=no_deltas", _without("weights.relays", "cluster")),
+    Conflict(
+        "weights.transport ablation.changes=no_deltas",
+        Clause(
+            "without weights.relays or [cluster]",
+            lambda place: (
+                not (
+                    place.config.weights.relays
+                    or place.config.cluster is not None
+                    or place.config.weights.collective
+                )
+            ),
+        ),
+    ),
     Conflict("pools.site", _without("cluster")),
     Conflict("workers.pool", _without("workers.count")),
     # Algorithms, task domains, rewards and evaluations.
