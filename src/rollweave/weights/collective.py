@@ -227,7 +227,8 @@ class Sender:
         self._doubts: deque[str] = deque(maxlen=16)
         self._served: dict[int, ServedPart] = {}
         self._rounds: dict[int, Round] = {}
-        self._members: set[bytes] = set()
+        self._members: dict[bytes, int] = {}
+        """The members, each with the publication that it last got over its channel."""
         self._group: Group | None = None
         self._arrivals = Broadcast()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -328,10 +329,10 @@ class Sender:
     async def _seat(self, channel: Channel, join: Join, version: ServedVersion) -> None:
         """Let a member wait for a broadcast, if there is one for it."""
         known = join.member in self._members
-        if not known and len(self._members) < MAX_MEMBERS:
-            self._members.add(join.member)
         current = self._rounds.get(join.publication_id)
         if not known or (current is not None and current.closed):
+            if known or len(self._members) < MAX_MEMBERS:
+                self._members[join.member] = join.publication_id
             await channel.send(Alone())
             return
         if current is None:
@@ -353,11 +354,17 @@ class Sender:
         await channel.send(seat.answer.result())
 
     async def _gather(self, current: Round) -> None:
+        def missing() -> set[bytes]:
+            others = {member for member, alone in self._members.items() if alone != number}
+            return others - current.seats.keys()
+
+        number = current.version.manifest.publication_id
         until = self._loop.time() + self._gather_s
-        while not self._members <= current.seats.keys() and self._loop.time() < until:
+        while missing() and self._loop.time() < until:
             await current.changes.wait()
         current.closed = True
-        self._members &= current.seats.keys()
+        for member in missing():
+            del self._members[member]
         async with self._turn:  # one broadcast at a time
             await self._broadcast(current.version, [*current.seats.values()])
 

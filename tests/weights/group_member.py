@@ -1,0 +1,53 @@
+"""An engine's end of a group in a process of its own, which stops at a bucket if it is
+told to.
+"""
+
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import xxhash
+
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights import collective
+from rollweave.weights.publication import bytes_of
+
+BUCKET = 1 << 20
+
+
+def main(pipe: Connection, wait_s: float) -> None:
+    """Answer each manifest by a digest of its tensors and the number of broadcasts, or
+    by the error; "stop" stops the next broadcast at its first bucket, and says so.
+    """
+    collective.BUCKET_BYTES = BUCKET
+    member = collective.Member(torch.device("cpu"), wait_s=wait_s)
+    finish, stops = collective.Group._finish, False
+
+    def finish_or_stop(group: collective.Group, *bucket: Any) -> torch.Tensor:
+        received = finish(group, *bucket)
+        if stops:
+            pipe.send("stopped")
+            threading.Event().wait()
+        return received
+
+    collective.Group._finish = finish_or_stop  # type: ignore[method-assign]
+    pipe.send("ready")
+    while True:
+        command: WeightManifest | str = pipe.recv()
+        if isinstance(command, str):
+            stops = command == "stop"
+            continue
+        try:
+            pipe.send((digest(member.read(command)), member.broadcasts))
+        except WeightsError as error:
+            pipe.send((str(error), member.broadcasts))
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    content = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        content.update(bytes_of(tensor))
+    return str(content.hexdigest())
