@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from rollweave.schema import training
 from rollweave.train.checkpoint import Checkpoint, load, verify
-from rollweave.train.distributed import ALONE, RankGroup, interface_of
+from rollweave.train.distributed import ALONE, RankGroup, interface_of, join_store, open_store
 from rollweave.train.model import load_model
 from rollweave.train.trainer import Trainer
-from rollweave.weights.collective import join_store, open_store
 from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
 from tests.support.trainers import CPU, make_batch, make_config, make_model, peak_bytes
 from tests.train.asking import CASE, save_to, trained

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,9 +22,7 @@ from rollweave.schema.serving import EngineReply, Staged, StageFailed
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.memory import available_bytes
 from rollweave.weights.publication import read_tensors
-
-if TYPE_CHECKING:
-    from rollweave.weights.collective import Member
+from rollweave.weights.transport import VersionReceiver, group_end
 
 SPARE_BYTES = 64 << 20
 """Minimum bytes of the host's memory that remain free beside a second copy."""
@@ -48,10 +45,9 @@ class Incoming:
         self._device = device
 
     @functools.cached_property
-    def _member(self) -> "Member":
-        from rollweave.weights.collective import Member
-
-        return Member(self._device)
+    def _member(self) -> VersionReceiver:
+        member: VersionReceiver = group_end("member")(self._device)
+        return member
 
     def read(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
         """Return the tensors of a version, verified. Raises WeightsError."""

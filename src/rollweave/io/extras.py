@@ -35,6 +35,7 @@ Sinks and transports have extras of their names.
 """
 
 DISTRIBUTIONS = {
+    "rollweave-collective": "packages/collective",
     "rollweave-envs": "packages/envs",
     "rollweave-papers": "packages/papers",
     "rollweave-sandbox": "packages/sandbox",

@@ -87,7 +87,7 @@ class World(LiveWorld):
         self._relays = RelaySupervisor(
             hosts=processes.hosts,
             open_relay=processes.relay,
-            transport="tcp" if config.weights.collective else config.weights.transport,
+            transport=config.weights.transport,
             manifests=self.manifests,
             tasks=tasks,
             post=post,

@@ -61,7 +61,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     of the payload, in hex. A version that ranks on several hosts have published is
     divided into `parts`, which together have every byte: its digest is computed from
     the digests of the parts, and it has a location once a relay has put it together.
-    With a `sender`, engines receive it there (`weights/collective`).
+    With a `sender`, engines receive it there, by a group.
     """
 
     version: int
@@ -76,7 +76,9 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
 
 # Relays.
 
-TransportName = Literal["tcp", "mooncake", "nixl"]
+TransportName = Literal["tcp", "mooncake", "nixl", "collective"]
+"""All but `collective`, with which there are no relays, carry weights between relays.
+"""
 
 
 class RelaySpec(Struct, frozen=True, kw_only=True):

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypeIs
 
+from rollweave.io.machine import bound_socket
 from rollweave.schema.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ COLLECTIVE_S = 1800.0
 """Maximum seconds of one collective operation. The trainer is ended much earlier if one
 of its ranks is lost, or if a step takes too long.
 """
+
+STORE_BACKLOG = 1024
+"""Maximum number of ranks that connect to the store at the same moment."""
 
 SIOCGIFADDR = 0x8915
 """Request for an interface's address (<linux/sockios.h>)."""
@@ -133,6 +137,32 @@ class RankGroup:
 
 ALONE = RankGroup(rank=0, world_size=1)
 """The rank of a trainer with a single rank."""
+
+
+def open_store(address: str) -> tuple[TCPStore, str]:
+    """Open the store at which ranks meet, on one address of this host.
+
+    Return it, for rank 0, and the address at which the other ranks reach it
+    ("10.0.0.1:29500"). Raises OSError.
+    """
+    # the store would otherwise listen on every address of this host
+    with bound_socket(address, 0) as listening:
+        listening.listen(STORE_BACKLOG)
+        port: int = listening.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    return store, f"{address}:{port}"
+
+
+def join_store(where: str) -> TCPStore:
+    """Connect to the store of rank 0."""
+    host, _, port = where.rpartition(":")
+    return TCPStore(host, int(port), is_master=False)
 
 
 def join_ranks(

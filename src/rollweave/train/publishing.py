@@ -33,6 +33,7 @@ from rollweave.weights.publication import (
     read_tensors,
 )
 from rollweave.weights.staging import Staging
+from rollweave.weights.transport import VersionSender, group_end
 from rollweave.weights.views import Part, StoredTensors
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class WeightPublisher:
     ) -> None:
         """`stored` are the tensors to publish; without `stored`, each trained parameter
         is a tensor. The first rank publishes `constants`, in their own number formats.
-        With `collective` it sends versions to the engines (`weights/collective`).
+        With `collective` it sends versions to a group of the engines.
         """
         self._constants = dict(constants or {})
         self._parameters: dict[str, torch.Tensor] = dict(trained_parameters(model))
@@ -76,11 +77,10 @@ class WeightPublisher:
         self._owners: list[int] = []
         """Owner of the payload of each rank; empty before the first publication."""
         self._publisher: Publisher | None = None
-        self._collective, self._sender = collective, None
+        self._collective = collective
+        self._sender: VersionSender | None = None
         if collective and ranks.is_first:
-            from rollweave.weights.collective import Sender
-
-            self._sender: Sender | None = Sender(ranks.address, device)
+            self._sender = group_end("sender")(ranks.address, device)
 
     def publish(self, command: Publish) -> WeightManifest:
         """Publish the weights, and return the manifest.

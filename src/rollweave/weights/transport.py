@@ -4,13 +4,21 @@ bodies.
 """
 
 from collections.abc import Callable, Collection
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import xxhash
 
+from rollweave.io.extras import announced
 from rollweave.io.wire import decoder_of
 from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import WeightManifest
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP_DISTRIBUTION = "rollweave-collective"
+"""The distribution in this repository that announces the ends of a group."""
 
 FailureReason = Literal["source", "base", "broken", "room"]
 """See `schema/weights.VersionFailed`."""
@@ -82,37 +90,6 @@ class KeepAlive(TaggedStruct, frozen=True, kw_only=True):
     """There is nothing to send yet."""
 
 
-class Join(TaggedStruct, frozen=True, kw_only=True):
-    """Take part in the broadcast of a version (`weights/collective`).
-
-    `member` identifies the engine; `group` is the number of the group that it is in, 0
-    without one; `on_gpu` says whether it receives in the memory of a GPU.
-    """
-
-    publication_id: int
-    digest: str
-    nbytes: int
-    member: bytes
-    group: int
-    on_gpu: bool
-
-
-class Gathered(TaggedStruct, frozen=True, kw_only=True):
-    """The broadcast begins, in the group of this number. Unless the engine is in it, it
-    joins as `rank` of `size`; the ranks meet at the address `store`.
-    """
-
-    group: int
-    rank: int
-    size: int
-    store: str
-    on_gpu: bool
-
-
-class Alone(TaggedStruct, frozen=True, kw_only=True):
-    """There is no broadcast of this version for this engine, which is to request it."""
-
-
 class Refused(TaggedStruct, frozen=True, kw_only=True):
     """The request has failed. This is the last message of its sender."""
 
@@ -120,7 +97,7 @@ class Refused(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
-Message = Request | Raw | RawRanges | Delta | KeepAlive | Join | Gathered | Alone | Refused
+Message = Request | Raw | RawRanges | Delta | KeepAlive | Refused
 
 decode_message = decoder_of(Message)
 
@@ -157,6 +134,52 @@ class Body(NamedTuple):
     def of_file(cls, fd: int, start: int, stop: int, *, checksum: int) -> "Body":
         """Return the bytes `[start, stop)` of a file that does not change."""
         return cls(stop - start, checksum, None, fd, start)
+
+
+class VersionSender(Protocol):
+    """The trainer's end of the group that `weights.transport = "collective"` names,
+    made from the address of this host on which it listens and the trainer's device.
+
+    No call waits for an engine. A distribution announces it, and the engines' end.
+    """
+
+    def keep(self, needed: Collection[int]) -> None:
+        """Give up all versions but those with these publication ids."""
+
+    def offer(self, manifest: WeightManifest) -> WeightManifest:
+        """Send a version, which is in this host's memory, to the engines that want it.
+        Return its manifest for engines. Raises WeightsError.
+        """
+
+    def doubts(self) -> tuple[str, ...]:
+        """Return what has failed since the last call: a line for each version."""
+
+    def close(self) -> None:
+        """End at once."""
+
+
+class VersionReceiver(Protocol):
+    """The end of one engine, made from its device. Its method may be called in any
+    thread.
+    """
+
+    def read(self, manifest: WeightManifest) -> "dict[str, torch.Tensor]":
+        """Return the tensors of a version, verified, on the device or on the CPU.
+        Raises WeightsError.
+        """
+
+
+def group_end(name: Literal["sender", "member"]) -> Any:
+    """Return the class of an end of the group. Raises ConfigError if no distribution
+    announces it.
+    """
+    return announced(
+        "rollweave.weight_groups",
+        name,
+        field="weights.transport",
+        distribution=GROUP_DISTRIBUTION,
+        needing="weights.transport collective",
+    )
 
 
 class Carrier(Protocol):

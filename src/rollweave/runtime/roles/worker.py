@@ -197,8 +197,7 @@ class Worker:
         GPUs, or the CPU if it has none.
         """
         from rollweave.io.machine import device_named
-        from rollweave.train.distributed import join_ranks
-        from rollweave.weights.collective import join_store, open_store
+        from rollweave.train.distributed import join_ranks, join_store, open_store
 
         chosen = device_named(device or ("cuda" if self.devices else "cpu"))
         address = address_of(self)

@@ -146,6 +146,15 @@ def _beside(key: str, *values: str, why: str = "") -> Clause:
     return Clause(whole, among, lambda place: f"{text} {_or(among(place))}", why)
 
 
+def _either(*clauses: Clause) -> Clause:
+    """Return the clause that one of these applies; the first that does is said."""
+    return Clause(
+        " or ".join(f"{clause.text}, {clause.why}" for clause in clauses),
+        lambda place: any(clause.applies(place) for clause in clauses),
+        lambda place: next(clause.rule(place) for clause in clauses if clause.applies(place)),
+    )
+
+
 def _without(*keys: str, why: str = "") -> Clause:
     """Return the clause that none of the settings is given, or that all are 0."""
     return Clause(
@@ -225,23 +234,21 @@ CONFLICTS = (
     Conflict("pools", _without("cluster", "sim")),
     Conflict(
         "weights.relays",
-        Clause(
-            "with [cluster], [pools] or weights.transport collective",
-            lambda place: (
-                place.config.cluster is not None
-                or place.config.pools
-                or place.config.weights.collective
+        _either(
+            Clause(
+                "with [cluster] or [pools]",
+                lambda place: place.config.cluster is not None or place.config.pools,
+                why="whose hosts have one each",
             ),
-            why="whose hosts have one each, or none",
+            _beside("weights.transport", "collective", why="which has none"),
         ),
     ),
     Conflict("loans", _without("cluster", "sim", why="whose hosts lend engines")),
     Conflict(
         "loans",
-        Clause(
-            "with [allocation] or weights.transport collective",
-            lambda place: place.config.allocation is not None or place.config.weights.collective,
-            why="for which all engines belong to the run",
+        _either(
+            _beside("allocation", why="which decides the degrees of all engines"),
+            _beside("weights.transport", "collective", why="whose engines are all the run's"),
         ),
     ),
     Conflict(

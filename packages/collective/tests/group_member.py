@@ -11,8 +11,10 @@ import xxhash
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights import collective
 from rollweave.weights.publication import bytes_of
+from rollweave_collective import group as groups
+from rollweave_collective.group import Group
+from rollweave_collective.member import Member
 
 BUCKET = 1 << 20
 
@@ -21,18 +23,18 @@ def main(pipe: Connection, wait_s: float) -> None:
     """Answer each manifest by a digest of its tensors and the number of broadcasts, or
     by the error; "stop" stops the next broadcast at its first bucket, and says so.
     """
-    collective.BUCKET_BYTES = BUCKET
-    member = collective.Member(torch.device("cpu"), wait_s=wait_s)
-    finish, stops = collective.Group._finish, False
+    groups.BUCKET_BYTES = BUCKET
+    member = Member(torch.device("cpu"), wait_s=wait_s)
+    finish, stops = Group._finish, False
 
-    def finish_or_stop(group: collective.Group, *bucket: Any) -> torch.Tensor:
+    def finish_or_stop(group: Group, *bucket: Any) -> torch.Tensor:
         received = finish(group, *bucket)
         if stops:
             pipe.send("stopped")
             threading.Event().wait()
         return received
 
-    collective.Group._finish = finish_or_stop  # type: ignore[method-assign]
+    Group._finish = finish_or_stop  # type: ignore[method-assign]
     pipe.send("ready")
     while True:
         command: WeightManifest | str = pipe.recv()

@@ -18,14 +18,17 @@ import msgspec
 import pytest
 import torch
 
+from packages.collective.tests.group_member import BUCKET, digest, main
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import RelayAddress, WeightManifest
-from rollweave.weights import collective
-from rollweave.weights.collective import Member, Sender
 from rollweave.weights.publication import Publication, publish
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import FetchError, KeepAlive, Refused
-from tests.weights.group_member import BUCKET, digest, main
+from rollweave_collective import group as groups
+from rollweave_collective import sender as senders
+from rollweave_collective.group import Group
+from rollweave_collective.member import Member
+from rollweave_collective.sender import Sender
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
@@ -74,7 +77,7 @@ def send(sender: Sender, members: list[Member], number: int) -> list[int]:
 def test_every_bit_arrives_and_the_group_stays(
     sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "BUCKET_BYTES", 1000)
+    monkeypatch.setattr(groups, "BUCKET_BYTES", 1000)
     members = [Member(CPU) for _ in range(3)]
     assert send(sender, members, 0) == [0, 0, 0]  # it tells the trainer who is there
     assert send(sender, members, 1) == [1, 1, 1]
@@ -126,15 +129,15 @@ def test_a_flipped_bit_is_noticed_and_the_version_comes_by_tcp(
 ) -> None:
     members = [Member(CPU), Member(CPU)]
     send(sender, members, 0)
-    right = collective.Group._finish
+    right = Group._finish
 
-    def flipped(group: collective.Group, *bucket: Any) -> torch.Tensor:
+    def flipped(group: Group, *bucket: Any) -> torch.Tensor:
         received = right(group, *bucket)
         if group is members[1]._group:
             received[5] ^= 1
         return received
 
-    monkeypatch.setattr(collective.Group, "_finish", flipped)
+    monkeypatch.setattr(Group, "_finish", flipped)
     assert send(sender, members, 1) == [1, 0]
     monkeypatch.undo()
     assert send(sender, members, 2) == [2, 1]  # in a new group
@@ -149,7 +152,7 @@ def test_a_group_that_cannot_form_costs_one_line(
     def no_store(host: str) -> None:
         raise OSError("no ports are left")
 
-    monkeypatch.setattr(collective, "open_store", no_store)
+    monkeypatch.setattr(senders, "open_store", no_store)
     assert send(sender, members, 1) == [0, 0]
     assert sender.doubts() == (
         "weights version 1 goes to 2 engines over TCP, since its broadcast failed: no ports are "
@@ -193,7 +196,7 @@ async def _refused(address: RelayAddress) -> None:
 
 def test_listens_on_the_given_address_only(sender: Sender) -> None:
     """Neither the channel nor the store, which has no secret, is on all addresses."""
-    store, where = collective.open_store("127.0.0.2")
+    store, where = senders.open_store("127.0.0.2")
     ports = {sender._listener.address.port, int(where.rpartition(":")[2])}
     for port in ports:
         with socket.socket() as probe:
@@ -238,7 +241,7 @@ def test_an_engine_that_is_lost_amid_a_broadcast(
     """The other engine gets the version by TCP within the deadline, the trainer goes on
     meanwhile, and the next version comes in a group of the two that are left.
     """
-    monkeypatch.setattr(collective, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(groups, "BUCKET_BYTES", BUCKET)
     sender = Sender("127.0.0.1", CPU, wait_s=2.0, gather_s=2.0)
     with contextlib.closing(sender), contextlib.closing(Engines(2, 2.0)) as engines:
         assert engines.answers(0, 1) == ["ready", "ready"]
