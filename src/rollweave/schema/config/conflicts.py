@@ -149,7 +149,7 @@ def _beside(key: str, *values: str, why: str = "") -> Clause:
 def _either(*clauses: Clause) -> Clause:
     """Return the clause that one of these applies; the first that does is said."""
     return Clause(
-        " or ".join(f"{clause.text}, {clause.why}" for clause in clauses),
+        ", or ".join(f"{clause.text}, {clause.why}" for clause in clauses),
         lambda place: any(clause.applies(place) for clause in clauses),
         lambda place: next(clause.rule(place) for clause in clauses if clause.applies(place)),
     )
