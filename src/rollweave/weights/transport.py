@@ -3,7 +3,7 @@ weights, the reasons why a fetch fails, and the interface of libraries that carr
 bodies.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import xxhash
@@ -169,7 +169,24 @@ class VersionReceiver(Protocol):
         """
 
 
-def group_end(name: Literal["sender", "member"]) -> Any:
+GroupCall = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ServerReceiver(Protocol):
+    """The end of an inference server with so many ranks, which receives tensors by its
+    own code: by vLLM's `NCCLWeightTransferEngine`.
+    """
+
+    async def bring(
+        self, manifest: WeightManifest, *, begin: GroupCall, receive: GroupCall
+    ) -> None:
+        """Have the server receive a version: by `receive`, and at first `begin`, with
+        the information that its engine takes. Raises WeightsError, after which the
+        server's weights may be any.
+        """
+
+
+def group_end(name: Literal["sender", "member", "server"]) -> Any:
     """Return the class of an end of the group. Raises ConfigError if no distribution
     announces it.
     """

@@ -14,9 +14,9 @@ from rollweave.weights.memory import PayloadDigest
 from rollweave.weights.publication import bytes_of, check_layout, tensors_in
 from rollweave.weights.serve import pull
 from rollweave.weights.tcp import Channel, Tcp
-from rollweave.weights.transport import FetchError, KeepAlive, Refused
+from rollweave.weights.transport import FetchError
 from rollweave_collective.group import ERRORS, WAIT_S, Group
-from rollweave_collective.messages import Alone, Gathered, Join, decode
+from rollweave_collective.messages import Alone, Gathered, Join, decode, next_answer
 
 _log = logging.getLogger(__name__)
 
@@ -70,17 +70,7 @@ class Member:
                 on_gpu=self._device is not None,
             )
         )
-        while True:
-            message, _ = await channel.receive()
-            match message:
-                case Gathered() | Alone():
-                    return message
-                case Refused(reason=reason, error=error):
-                    raise FetchError(reason, f"the trainer refused: {error}")
-                case KeepAlive():
-                    pass
-                case _:
-                    raise FetchError("broken", f"the trainer sent {type(message).__name__}")
+        return await next_answer(channel, Gathered, Alone)
 
     def _broadcast(self, answer: Gathered, manifest: WeightManifest, host: str) -> torch.Tensor:
         device = self._device if answer.on_gpu else None

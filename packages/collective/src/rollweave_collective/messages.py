@@ -2,9 +2,14 @@
 (`weights/transport`).
 """
 
+from typing import TypeVar
+
 from rollweave.io.wire import decoder_of
 from rollweave.schema.base import TaggedStruct
-from rollweave.weights.transport import KeepAlive, Raw, RawRanges, Refused, Request
+from rollweave.weights.tcp import Channel
+from rollweave.weights.transport import FetchError, KeepAlive, Raw, RawRanges, Refused, Request
+
+T = TypeVar("T")
 
 
 class Join(TaggedStruct, frozen=True, kw_only=True):
@@ -37,4 +42,40 @@ class Alone(TaggedStruct, frozen=True, kw_only=True):
     """There is no broadcast of this version for this engine, which is to request it."""
 
 
-decode = decoder_of(Join | Gathered | Alone | Request | Raw | RawRanges | KeepAlive | Refused)
+class JoinServer(TaggedStruct, frozen=True, kw_only=True):
+    """Send a version to an inference server of so many `ranks`, tensor by tensor."""
+
+    publication_id: int
+    digest: str
+    member: bytes
+    ranks: int
+
+
+class Begun(TaggedStruct, frozen=True, kw_only=True):
+    """The trainer sends to the server. With `unique_id`, NCCL's, it does so in a new
+    group, which the server must join.
+    """
+
+    unique_id: bytes
+
+
+class Sent(TaggedStruct, frozen=True, kw_only=True):
+    """The server has received all bytes."""
+
+
+OfGroup = Join | Gathered | Alone | JoinServer | Begun | Sent
+decode = decoder_of(OfGroup | Request | Raw | RawRanges | KeepAlive | Refused)
+
+
+async def next_answer(channel: Channel, *kinds: type[T]) -> T:
+    """Return the trainer's next message but keep-alives. Raises FetchError unless it is
+    of one of these kinds.
+    """
+    while True:
+        message, _ = await channel.receive()
+        if isinstance(message, kinds):
+            return message
+        if isinstance(message, Refused):
+            raise FetchError(message.reason, f"the trainer refused: {message.error}")
+        if not isinstance(message, KeepAlive):
+            raise FetchError("broken", f"the trainer sent {type(message).__name__}")

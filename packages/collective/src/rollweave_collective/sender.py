@@ -3,12 +3,14 @@ this host's memory.
 """
 
 import asyncio
+import contextlib
 import secrets
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -17,13 +19,14 @@ from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest, WeightPart
 from rollweave.train.distributed import open_store
 from rollweave.weights.memory import open_payload, read_payload
-from rollweave.weights.publication import tensor_of
+from rollweave.weights.publication import tensor_of, tensors_in
 from rollweave.weights.relay import ServedPart
 from rollweave.weights.serve import KEEPALIVE_S, Broadcast, ServedVersion, serve_version
 from rollweave.weights.tcp import Channel, Listener, Tcp
 from rollweave.weights.transport import FetchError, KeepAlive, Refused, Request
 from rollweave_collective.group import ERRORS, WAIT_S, Group
-from rollweave_collective.messages import Alone, Gathered, Join, decode
+from rollweave_collective.messages import Alone, Begun, Gathered, Join, JoinServer, Sent, decode
+from rollweave_collective.server import NcclRoot
 
 GATHER_S = 0.5
 """Maximum seconds that a broadcast waits for members: they are told of a version at the
@@ -32,6 +35,23 @@ same moment.
 
 MAX_MEMBERS = 1024
 """Maximum number of members; who comes beyond them requests every version."""
+
+
+SERVER_S = 300.0
+"""Maximum seconds to form a group with a server and to send it a version."""
+
+
+class Root(Protocol):
+    """The trainer's rank in the group of a server, as `server.NcclRoot`."""
+
+    unique_id: bytes
+
+    def send(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Broadcast tensors, after the group is formed."""
+
+
+MakeRoot = Callable[[int, torch.device], Root]
+"""Makes the trainer's rank in a group of this size."""
 
 
 @dataclass(eq=False)
@@ -60,10 +80,23 @@ class Sender:
     """
 
     def __init__(
-        self, host: str, device: torch.device, *, wait_s: float = WAIT_S, gather_s: float = GATHER_S
+        self,
+        host: str,
+        device: torch.device,
+        *,
+        wait_s: float = WAIT_S,
+        gather_s: float = GATHER_S,
+        make_root: MakeRoot | None = None,
     ) -> None:
+        """Without a GPU, only `make_root` makes the trainer's rank in groups with
+        servers.
+        """
+        self._make_root = make_root or (NcclRoot if device.type == "cuda" else None)
+        self._roots: dict[bytes, Root] = {}
+        """The trainer's rank in the group of each server."""
         self._host, self._wait_s, self._gather_s = host, wait_s, gather_s
         self._device = device if device.type == "cuda" else None
+        self._server_s = SERVER_S
         self._doubts: deque[str] = deque(maxlen=16)
         self._served: dict[int, ServedPart] = {}
         self._rounds: dict[int, Round] = {}
@@ -145,7 +178,7 @@ class Sender:
             self._served.pop(publication_id).close(f"publication {publication_id} is not kept")
             self._rounds.pop(publication_id, None)
 
-    def _find(self, request: Request | Join) -> ServedVersion:
+    def _find(self, request: Request | Join | JoinServer) -> ServedVersion:
         served = self._served.get(request.publication_id)
         if served is None or served.version.manifest.digest != request.digest:
             raise FetchError("source", f"publication {request.publication_id} is not kept")
@@ -162,6 +195,8 @@ class Sender:
                 await channel.send(Refused(reason=error.reason, error=str(error)))
                 return
             await self._seat(channel, message, version)
+        elif isinstance(message, JoinServer):
+            await self._serve_server(channel, message)
         else:
             error = f"the trainer answers Request and Join, got {type(message).__name__}"
             await channel.send(Refused(reason="source", error=error))
@@ -183,15 +218,55 @@ class Sender:
         seat = current.seats[join.member] = Seat(join, self._loop.create_future())
         current.changes.notify_all()
         try:
-            while not seat.answer.done():
-                await asyncio.wait([seat.answer], timeout=KEEPALIVE_S)
-                if not seat.answer.done():
-                    await channel.send(KeepAlive())
+            await _wait(channel, seat.answer)
         except FetchError:
             if not current.closed and current.seats.get(join.member) is seat:
                 del current.seats[join.member]
             raise
         await channel.send(seat.answer.result())
+
+    async def _serve_server(self, channel: Channel, join: JoinServer) -> None:
+        """Send a version to a server, in the group of that server alone."""
+        turn = asyncio.ensure_future(self._turn.acquire())  # one broadcast at a time
+        try:
+            await _wait(channel, turn)
+            await self._to_server(channel, join)
+            await channel.send(Sent())
+        except (*ERRORS, OSError, WeightsError) as error:
+            what = f"a server gets no weights: {_line(error)}"
+            if not isinstance(error, FetchError):
+                self._doubts.append(what)
+            await channel.send(Refused(reason="source", error=what))
+        finally:
+            if not turn.cancel():
+                self._turn.release()
+
+    async def _to_server(self, channel: Channel, join: JoinServer) -> None:
+        version, root = self._find(join), self._roots.pop(join.member, None)
+        begun = Begun(unique_id=b"")
+        if root is None:
+            if self._make_root is None:
+                raise FetchError("source", "the trainer has no GPU")
+            root = self._make_root(1 + join.ranks, self._device or torch.device("cpu"))
+            begun = Begun(unique_id=root.unique_id)
+        tensors = tensors_in(version.manifest, _payload(version))
+        sent: asyncio.Future[None] = self._loop.create_future()
+
+        def send() -> None:
+            error: Exception | None = None
+            try:
+                root.send(tensors.values())
+            except Exception as raised:  # it goes to whoever waits
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_settle, sent, error)
+
+        # it may hang in NCCL for ever, and is left there then
+        threading.Thread(target=send, name="weights to a server", daemon=True).start()
+        await channel.send(begun)
+        async with asyncio.timeout(self._server_s):
+            await _wait(channel, sent)
+        self._roots[join.member] = root
 
     async def _gather(self, current: Round) -> None:
         def missing() -> set[bytes]:
@@ -222,8 +297,7 @@ class Sender:
         on_gpu = self._device is not None and all(seat.join.on_gpu for seat in seats)
         number = group.number if group is not None else secrets.randbits(62) + 1
         try:
-            location = f"/proc/self/fd/{version.fd}"
-            payload = tensor_of(read_payload(location, manifest.nbytes, where="weights"))
+            payload = _payload(version)
             if group is None:
                 store, where = open_store(self._host)
         except (OSError, WeightsError) as error:
@@ -250,8 +324,33 @@ class Sender:
             self._fail(manifest, len(seats), error)
 
     def _fail(self, manifest: WeightManifest, engines: int, error: Exception) -> None:
-        what = (str(error).splitlines() or [type(error).__name__])[0]
         self._doubts.append(
             f"weights version {manifest.version} goes to {engines} engines over TCP, since its "
-            f"broadcast failed: {what}"
+            f"broadcast failed: {_line(error)}"
         )
+
+
+def _payload(version: ServedVersion) -> torch.Tensor:
+    """Map the bytes of a version. Raises WeightsError."""
+    location = f"/proc/self/fd/{version.fd}"
+    return tensor_of(read_payload(location, version.manifest.nbytes, where="weights"))
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+    if not future.done():
+        future.set_result(None) if error is None else future.set_exception(error)
+
+
+async def _wait(channel: Channel, future: "asyncio.Future[Any]") -> None:
+    """Wait, and keep the peer waiting. Raises FetchError if it is gone, and what the
+    future has.
+    """
+    while not future.done():
+        await asyncio.wait([future], timeout=KEEPALIVE_S)
+        if not future.done():
+            await channel.send(KeepAlive())
+    future.result()

@@ -149,7 +149,7 @@ def _beside(key: str, *values: str, why: str = "") -> Clause:
 def _either(*clauses: Clause) -> Clause:
     """Return the clause that one of these applies; the first that does is said."""
     return Clause(
-        ", or ".join(f"{clause.text}, {clause.why}" for clause in clauses),
+        ", or ".join(", ".join(filter(None, (one.text, one.why))) for one in clauses),
         lambda place: any(clause.applies(place) for clause in clauses),
         lambda place: next(clause.rule(place) for clause in clauses if clause.applies(place)),
     )
@@ -243,10 +243,10 @@ CONFLICTS = (
             _beside("weights.transport", "collective", why="which has none"),
         ),
     ),
-    Conflict("loans", _without("cluster", "sim", why="whose hosts lend engines")),
     Conflict(
         "loans",
         _either(
+            _without("cluster", "sim", why="whose hosts lend engines"),
             _beside("allocation", why="which decides the degrees of all engines"),
             _beside("weights.transport", "collective", why="whose engines are all the run's"),
         ),
@@ -255,12 +255,30 @@ CONFLICTS = (
         "trainer.colocated",
         _unless("rollout.mode", "sync", why="the only one that does not train while it rolls out"),
     ),
+    Conflict("loans allocation ablation.changes=no_staging", _beside("trainer.colocated")),
     Conflict(
-        "loans allocation ablation.changes=no_staging weights.transport=collective",
-        _beside("trainer.colocated"),
+        "weights.transport=collective",
+        _either(
+            _beside("trainer.colocated"),
+            _beside("engines.kind", "sglang"),
+            Clause(
+                "with engines.kind vllm unless model.device is cuda, or with [lora], "
+                "engines.address or rollout.mode decoupled",
+                lambda place: (
+                    "vllm" in place.values("engines.kind")
+                    and (
+                        place.config.model.device != "cuda"
+                        or place.config.lora is not None
+                        or place.config.rollout.mode == "decoupled"
+                        or any(place.values("engines.address"))
+                    )
+                ),
+                why="since a group carries versions of the trainer alone, between GPUs",
+            ),
+        ),
     ),
     Conflict(
-        "loans trainer.colocated weights.transport=collective",
+        "loans trainer.colocated",
         _beside("engines.kind", *SERVERS, why="whose servers keep their memory"),
     ),
     # Algorithms and models.
