@@ -11,5 +11,6 @@ missing, change it between two broadcasts.
 Invariants: a member has a version only if its digest is right; each operation of a
 group ends within a deadline, and after a failure the group is not used again; who could
 not receive a broadcast, or comes late, requests the version over the channel; the
-trainer's thread waits for nothing here.
+trainer's thread waits for nothing here. `server` is for inference servers, each in a
+group of its own, whose code verifies no digest.
 """
