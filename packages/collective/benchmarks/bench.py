@@ -25,6 +25,7 @@ from rollweave.engine.clients.client import EngineClient, in_process
 from rollweave.io.child import child_of
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.supervisors.relays import RelayLink
+from rollweave.schema.base import EngineId
 from rollweave.schema.hosts import Program, Share
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.weights import RelaySpec, WeightManifest
@@ -145,7 +146,7 @@ async def _engines(model: Path, folder: Path) -> AsyncIterator[list[EngineClient
     try:
         for number in range(ENGINES):
             spec = EngineSpec(
-                id=f"e{number}",
+                id=EngineId(f"e{number}"),
                 model=str(model),
                 device="cpu",
                 threads=1,

@@ -1,5 +1,5 @@
-"""An engine's end of a group in a process of its own, which stops at a bucket if it is
-told to.
+"""Versions, and an engine's end of a group in a process of its own, which stops at a
+bucket if it is told to.
 """
 
 import threading
@@ -11,12 +11,28 @@ import xxhash
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.publication import bytes_of
+from rollweave.weights.publication import Publication, bytes_of, publish
 from rollweave_collective import group as groups
 from rollweave_collective.group import Group
 from rollweave_collective.member import Member
 
+CPU = torch.device("cpu")
 BUCKET = 1 << 20
+
+
+def weights(seed: int, *, elements: int = 1000) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a.weight": torch.randn((elements, 3), generator=generator),
+        "b": torch.randn(7, generator=generator).to(torch.bfloat16),
+        "empty": torch.empty((0, 4), dtype=torch.float16),
+        "scalar": torch.tensor(float("nan")),
+        "eight": torch.randn(5, generator=generator).to(torch.float8_e4m3fn),
+    }
+
+
+def version(number: int, **sizes: int) -> Publication:
+    return publish(weights(number, **sizes), version=number, publication_id=number)
 
 
 def main(pipe: Connection, wait_s: float) -> None:
@@ -24,7 +40,7 @@ def main(pipe: Connection, wait_s: float) -> None:
     by the error; "stop" stops the next broadcast at its first bucket, and says so.
     """
     groups.BUCKET_BYTES = BUCKET
-    member = Member(torch.device("cpu"), wait_s=wait_s)
+    member = Member(CPU, wait_s=wait_s)
     finish, stops = Group._finish, False
 
     def finish_or_stop(group: Group, *bucket: Any) -> torch.Tensor:

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 import torch
 
-from packages.collective.tests.group_member import BUCKET, digest, main
+from packages.collective.tests.group_member import BUCKET, CPU, digest, main, version, weights
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import RelayAddress, WeightManifest
-from rollweave.weights.publication import Publication, publish
+from rollweave.weights.publication import publish
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import FetchError, KeepAlive, Refused
 from rollweave_collective import group as groups
@@ -30,7 +30,6 @@ from rollweave_collective.group import Group
 from rollweave_collective.member import Member
 from rollweave_collective.sender import Sender
 
-CPU = torch.device("cpu")
 LIMIT_S = 60.0
 """Maximum seconds that a test waits for a process."""
 
@@ -40,21 +39,6 @@ def sender() -> Iterator[Sender]:
     made = Sender("127.0.0.1", CPU, wait_s=5.0, gather_s=5.0)
     yield made
     made.close()
-
-
-def weights(seed: int, *, elements: int = 1000) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "a.weight": torch.randn((elements, 3), generator=generator),
-        "b": torch.randn(7, generator=generator).to(torch.bfloat16),
-        "empty": torch.empty((0, 4), dtype=torch.float16),
-        "scalar": torch.tensor(float("nan")),
-        "eight": torch.randn(5, generator=generator).to(torch.float8_e4m3fn),
-    }
-
-
-def version(number: int, **sizes: int) -> Publication:
-    return publish(weights(number, **sizes), version=number, publication_id=number)
 
 
 def read_all(members: list[Member], manifest: WeightManifest) -> list[str]:

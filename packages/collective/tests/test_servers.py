@@ -15,7 +15,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from packages.collective.tests.test_broadcasts import CPU, version, weights
+from packages.collective.tests.group_member import CPU, version, weights
 from rollweave.schema.errors import WeightsError
 from rollweave.weights.checkpoint import ModelShape
 from rollweave.weights.publication import bytes_of

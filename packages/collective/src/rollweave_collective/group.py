@@ -8,9 +8,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 WAIT_S = 10.0
 """Maximum seconds to form a group, and for one operation in it, after which a peer that
@@ -37,7 +39,7 @@ class Group:
 
     def __init__(
         self,
-        store: dist.TCPStore | None,
+        store: Store | None,
         rank: int,
         size: int,
         *,
@@ -48,10 +50,11 @@ class Group:
     ) -> None:
         self.number, self.size = number, size
         self._store, self._device, self._wait_s = store, device, wait_s
-        prefix = dist.PrefixStore(str(number), store)
-        self._ranks: dist.ProcessGroup
+        assert store is not None, "the ranks of a new group meet at a store"
+        prefix = PrefixStore(str(number), store)
+        self._ranks: Any
         if device is None:
-            options = dist.ProcessGroupGloo._Options()
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = datetime.timedelta(seconds=wait_s)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             self._ranks = dist.ProcessGroupGloo(prefix, rank, size, options)
@@ -69,7 +72,7 @@ class Group:
         """
         under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         try:
-            for bucket in payload.split(BUCKET_BYTES):
+            for bucket in payload.split(BUCKET_BYTES):  # type: ignore[no-untyped-call]
                 under_way.append(self._begin(bucket))
                 if len(under_way) > 1:
                     done(self._finish(*under_way.popleft()))

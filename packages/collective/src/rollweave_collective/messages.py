@@ -1,4 +1,4 @@
-"""What members and the sender say to each other, beside the requests of relays
+"""The messages of members and the sender, beside the requests of relays
 (`weights/transport`).
 """
 

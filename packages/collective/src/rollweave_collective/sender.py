@@ -198,8 +198,8 @@ class Sender:
         elif isinstance(message, JoinServer):
             await self._serve_server(channel, message)
         else:
-            error = f"the trainer answers Request and Join, got {type(message).__name__}"
-            await channel.send(Refused(reason="source", error=error))
+            text = f"the trainer answers Request and Join, got {type(message).__name__}"
+            await channel.send(Refused(reason="source", error=text))
 
     async def _seat(self, channel: Channel, join: Join, version: ServedVersion) -> None:
         """Let a member wait for a broadcast, if there is one for it."""
