@@ -218,6 +218,7 @@ class Engines:
             pipe.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_an_engine_that_is_lost_amid_a_broadcast(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,9 @@ GATHER_S = 0.5
 same moment.
 """
 
+CLOSE_S = 5.0
+"""Maximum seconds to begin to listen, and to end."""
+
 MAX_MEMBERS = 1024
 """Maximum number of members; who comes beyond them requests every version."""
 
@@ -112,7 +115,7 @@ class Sender:
         self._thread.start()
         try:
             listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
-            self._listener: Listener = listening.result()
+            self._listener: Listener = listening.result(CLOSE_S)
         except OSError as error:
             self._end()
             raise WeightsError(f"weights cannot be sent from {host}: {error}") from error
@@ -144,13 +147,16 @@ class Sender:
 
     def close(self) -> None:
         """End at once. Members that wait see the channel close."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        with contextlib.suppress(TimeoutError):
+            closing.result(CLOSE_S)
         self._end()
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._sending.shutdown(wait=False)
 
     # On the thread of the loop.
@@ -332,6 +338,8 @@ class Sender:
 
 def _payload(version: ServedVersion) -> torch.Tensor:
     """Map the bytes of a version. Raises WeightsError."""
+    if version.withdrawn:  # its descriptor may be another file's by now
+        raise WeightsError(version.withdrawn)
     location = f"/proc/self/fd/{version.fd}"
     return tensor_of(read_payload(location, version.manifest.nbytes, where="weights"))
 
