@@ -30,3 +30,27 @@ def test_engines_sample_from_what_was_broadcast(
     assert max(gap for gap in gaps if gap is not None) < 1e-4
     assert sizes.count(3) >= 3 * 3  # three ranks, at three versions after the first
     assert not [line for line in lines(config, "warning") if "TCP" in line["message"]]
+
+
+@pytest.mark.slow
+def test_a_run_says_once_for_each_version_what_went_by_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(group: Group, payload: Any, *done: Any) -> None:
+        group.close()
+        raise RuntimeError("the network is down\nmore lines")
+
+    monkeypatch.setattr(Group, "broadcast", broken)
+    config = lake(
+        tmp_path,
+        run={"steps": 4},
+        weights={"transport": "collective"},
+        engines={"count": 2},
+        algorithm={"entropy": 0.1},
+    )
+    summary = train(config, inproc=True)
+    assert (summary.error, summary.steps) == ("", 4)
+    said = [line["message"] for line in lines(config, "warning") if "TCP" in line["message"]]
+    assert said
+    assert len(set(said)) == len(said)
+    assert all(text.endswith("since its broadcast failed: the network is down") for text in said)
