@@ -91,7 +91,7 @@ format: .venv/ready-test
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/sandbox -e packages/servers -e packages/envs -e packages/service -e packages/sim -e packages/papers -e packages/ui
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/collective -e packages/sandbox -e packages/servers -e packages/envs -e packages/service -e packages/sim -e packages/papers -e packages/ui
 	touch $@
 
 .venv/ready-test: .venv/ready

@@ -60,7 +60,7 @@ def bench_memory(*, quick: bool, progress: Progress) -> Result:
         for name, micro, dtype in QUICK if quick else CASES:
             path = folder / name
             if not path.exists():
-                _save(path, MODELS[name])
+                save_llama(path, MODELS[name])
             measured = program("benchmarks.memory", str(path), str(micro), dtype, limit_s=CASE_S)
             case = f"{name}/{micro}" + ("/bfloat16" if dtype == "bfloat16" else "")
             ratios.append(measured["estimate"] / measured["peak"])
@@ -77,7 +77,7 @@ def bench_memory(*, quick: bool, progress: Progress) -> Result:
     return Result(bench="memory", figures=figures, conditions=conditions)
 
 
-def _save(path: Path, sizes: tuple[int, ...]) -> None:
+def save_llama(path: Path, sizes: tuple[int, ...]) -> None:
     """Write a checkpoint with random weights."""
     import transformers
 

@@ -29,6 +29,7 @@ from rollweave.runtime.preflight.checks import Status, failures
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
 from rollweave.runtime.preflight.site import Site
+from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ScratchModel
@@ -780,6 +781,14 @@ def test_refuses_a_transport_that_is_not_installed(tmp_path: Path) -> None:
     assert "[nixl]'" in check.detail
     with pytest.raises(ConfigError, match=r"weights\.transport must be installed .*, got nixl"):
         train(relays)
+
+
+def test_a_group_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = config(tmp_path, 'weights.transport="collective"')
+    assert "weights" in {check.name for check in dryrun.examine(group, deep=False)}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"weights\.transport must be installed \(pip install"):
+        check_transport(group)
 
 
 def test_a_dry_run_of_a_resumed_run_reports_its_step_and_losses(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ BENCHES = {
     "sandbox": "packages.sandbox.benchmarks.bench:bench_sandbox",
     "delta": "benchmarks.delta:bench_delta",
     "relay": "benchmarks.relay.bench:bench_relay",
+    "weights": "packages.collective.benchmarks.bench:bench_weights",
     "soak": "benchmarks.soak.bench:bench_soak",
     "cluster": "packages.ray.benchmarks.bench:bench_cluster",
 }

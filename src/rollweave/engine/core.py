@@ -32,7 +32,7 @@ from rollweave.engine.measure import step_times
 from rollweave.engine.request_state import RequestState, StopStrings, load_tokenizer, validate
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
-from rollweave.engine.staging import WeightStaging, read_beside
+from rollweave.engine.staging import Incoming, WeightStaging, read_beside
 from rollweave.io.machine import computed_dtype, device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -51,7 +51,6 @@ from rollweave.schema.serving import (
     Suspended,
 )
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 
 NO_WEIGHTS = -2
@@ -130,8 +129,12 @@ class EngineCore:
             reply=self.reply,
             is_finite=lambda: not self._tainted,
         )
+        self._incoming = Incoming(self.runner.model.device)
         self.staging = WeightStaging(
-            self.runner.model, call_between_steps=self._between_steps, reply=self.reply
+            self.runner.model,
+            read=self._incoming.read,
+            call_between_steps=self._between_steps,
+            reply=self.reply,
         )
         vocab = self.runner.shape.vocab
         self.texts = ConstrainedTexts(
@@ -261,7 +264,9 @@ class EngineCore:
             return
         staged = self.staging.take(manifest)
         if staged is None:
-            self._load(manifest.version, manifest.publication_id, lambda: read_tensors(manifest))
+            self._load(
+                manifest.version, manifest.publication_id, lambda: self._incoming.read(manifest)
+            )
             return
         self.runner.update(staged)
         self._loaded(manifest.version, manifest.publication_id, started)

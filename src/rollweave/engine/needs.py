@@ -11,7 +11,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Need, computing
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape
-from rollweave.weights.needs import packed_head
+from rollweave.weights.needs import packed_head, published
 
 SERVER_BYTES = 1200 << 20
 """Memory of an inference server beside weights and KV: 1.1 GB were measured of vLLM on
@@ -50,6 +50,9 @@ def engine_needs(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         logits = 2 * group.max_slots * shape.vocab * NUMBER_BYTES["float32"]
         step = kv // shape.layers + largest * width + logits
         needs.append(Need(what="one step", nbytes=step, setting="engines.kv_tokens"))
+    if config.weights.collective:
+        arriving = published(config, shape, versions=1)
+        needs.append(replace(arriving, what="version in transit", on_device=True))
     if config.trainer.colocated:
         needs = [replace(need, in_turn=True) for need in needs]
     return [*needs, *process]

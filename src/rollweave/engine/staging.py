@@ -9,6 +9,7 @@ two copies; all public methods belong to the loop's thread.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -21,6 +22,7 @@ from rollweave.schema.serving import EngineReply, Staged, StageFailed
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.memory import available_bytes
 from rollweave.weights.publication import read_tensors
+from rollweave.weights.transport import VersionReceiver, group_end
 
 SPARE_BYTES = 64 << 20
 """Minimum bytes of the host's memory that remain free beside a second copy."""
@@ -34,20 +36,41 @@ CLOSE_S = 5.0
 """Maximum seconds to wait for the thread when the engine ends."""
 
 
+class Incoming:
+    """Reads versions for an engine on `device`: from the memory of its host, or as a
+    member of the trainer's group, whose code is imported then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @functools.cached_property
+    def _member(self) -> VersionReceiver:
+        member: VersionReceiver = group_end("member")(self._device)
+        return member
+
+    def read(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        """Return the tensors of a version, verified. Raises WeightsError."""
+        return read_tensors(manifest) if manifest.sender is None else self._member.read(manifest)
+
+
 class WeightStaging:
     """The second copy of an engine's parameters.
 
-    `call_between_steps` queues a function for the loop's thread.
+    `call_between_steps` queues a function for the loop's thread, and `read` reads a
+    version.
     """
 
     def __init__(
         self,
         model: Decoder,
         *,
+        read: Callable[[WeightManifest], dict[str, torch.Tensor]],
         call_between_steps: Callable[[Callable[[], None]], None],
         reply: Callable[[EngineReply], None],
     ) -> None:
-        self._model, self._call_between_steps, self._reply = model, call_between_steps, reply
+        self._model, self._read = model, read
+        self._call_between_steps, self._reply = call_between_steps, reply
         self._receiving: WeightManifest | None = None
         self._staged: tuple[WeightManifest, DecoderWeights] | None = None
         self._thread: threading.Thread | None = None
@@ -127,7 +150,7 @@ class WeightStaging:
         """
         model = self._model
         with torch.inference_mode(), _side_stream(model.device):
-            tensors = read_tensors(manifest)
+            tensors = self._read(manifest)
             model.check(tensors)
             missing = missing_bytes(model)
             if missing > 0:

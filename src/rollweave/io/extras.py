@@ -33,6 +33,7 @@ Sinks and transports have extras of their names.
 """
 
 DISTRIBUTIONS = {
+    "rollweave-collective": "packages/collective",
     "rollweave-envs": "packages/envs",
     "rollweave-papers": "packages/papers",
     "rollweave-ray": "packages/ray",

@@ -274,10 +274,11 @@ class _Start:
         """Return the event with which this life begins, on these hosts. Raises
         `ConfigError` if a process has no place.
         """
-        config, relays = self.config, self.config.weights.relays
+        config = self.config
         config.check_on_gpus(groups_on_gpus(config, hosts))
         engines = engines_to_start(config, life.beginning.core.state)
-        return life.first(engines, hosts, relays=len(cluster.slots) or relays)
+        relays = len(cluster.slots) or config.weights.relays if config.relayed else 0
+        return life.first(engines, hosts, relays=relays)
 
     def _on_ready(self, identity: Identity) -> None:
         """Record the digests of the run's first model, once a trainer is ready and the

@@ -274,5 +274,6 @@ def _server_spec(
         start_s=config.watchdog.start_s,
         moves_kv=group.phase != "both",
         control_s=config.watchdog.weights_s / 2,
+        collective=config.weights.collective,
         **attached,
     )

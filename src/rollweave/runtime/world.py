@@ -66,7 +66,7 @@ class World(LiveWorld):
             warn=metrics.warned,
             keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
             reply_s=REPLY_S,
-            relayed=config.weights.relays > 0 or config.cluster is not None,
+            relayed=config.relayed,
             checkpoint=functools.partial(_saved_weights, self._checkpoints, config.model.dtype),
         )
         tasks, post, clock = self.tasks, self.pump.post, life.clock.now
@@ -81,6 +81,7 @@ class World(LiveWorld):
             on_published=self.manifests.published,
             on_trained=self._on_trained,
             on_saved=self._compact,
+            warn=lambda line: metrics.warned(c.Warn(component="weights", message=line)),
             shared=config.cluster is not None,
         )
         self._relays = RelaySupervisor(

@@ -702,7 +702,8 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     control call within `control_s`. With `addresses`, no server is started: the engine
     leases one of the servers there as `holder`, with their `token`; the server must
     compute sequences of `context` tokens. With `moves_kv`, the server exchanges KV with
-    other servers of its kind.
+    other servers of its kind. With `collective`, it receives weights by its own code in
+    a group with the trainer.
     """
 
     kind: ServerName
@@ -717,6 +718,7 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     holder: str = ""
     context: int = 0
     moves_kv: bool = False
+    collective: bool = False
 
     @property
     def is_ours(self) -> bool:

@@ -114,10 +114,13 @@ class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Published(TaggedStruct, frozen=True, kw_only=True):
-    """The version is published, in parts if its ranks are on several hosts."""
+    """The version is published, in parts if its ranks are on several hosts. `doubts`
+    say what has failed of earlier broadcasts.
+    """
 
     manifest: WeightManifest
     publish_s: float
+    doubts: tuple[str, ...] = ()
 
 
 class Copied(TaggedStruct, frozen=True, kw_only=True):

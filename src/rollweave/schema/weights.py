@@ -42,30 +42,6 @@ class WeightPart(Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class WeightManifest(Struct, frozen=True, kw_only=True):
-    """Describes a published weight version. `version` counts training steps;
-    `publication_id` is never reused and tags KV and caches.
-
-    `location` is a path that any process on the host can open; `digest` is the xxh3-128
-    of the payload, in hex. A version that ranks on several hosts have published is
-    divided into `parts`, which together have every byte: its digest is computed from
-    the digests of the parts, and it has a location once a relay has put it together.
-    """
-
-    version: int
-    publication_id: int
-    location: str
-    tensors: tuple[TensorMeta, ...]
-    nbytes: int
-    digest: str
-    parts: tuple[WeightPart, ...] = ()
-
-
-# Relays.
-
-TransportName = Literal["tcp", "mooncake", "nixl"]
-
-
 class RelayAddress(Struct, frozen=True, kw_only=True):
     """The address at which a relay, or the trainer, serves versions.
 
@@ -75,6 +51,34 @@ class RelayAddress(Struct, frozen=True, kw_only=True):
     host: str
     port: int
     secret: bytes
+
+
+class WeightManifest(Struct, frozen=True, kw_only=True):
+    """Describes a published weight version. `version` counts training steps;
+    `publication_id` is never reused and tags KV and caches.
+
+    `location` is a path that any process on the host can open; `digest` is the xxh3-128
+    of the payload, in hex. A version that ranks on several hosts have published is
+    divided into `parts`, which together have every byte: its digest is computed from
+    the digests of the parts, and it has a location once a relay has put it together.
+    With a `sender`, engines receive it there, by a group.
+    """
+
+    version: int
+    publication_id: int
+    location: str
+    tensors: tuple[TensorMeta, ...]
+    nbytes: int
+    digest: str
+    parts: tuple[WeightPart, ...] = ()
+    sender: RelayAddress | None = None
+
+
+# Relays.
+
+TransportName = Literal["tcp", "mooncake", "nixl", "collective"]
+"""All but `collective`, with which there are no relays, carry weights between relays.
+"""
 
 
 class RelaySpec(Struct, frozen=True, kw_only=True):

@@ -57,6 +57,8 @@ class RankGroup:
 
     rank: int
     world_size: int
+    address: str = "127.0.0.1"
+    """The address of this host by which other hosts reach it."""
     host_group: "ProcessGroup | None" = None
     """A second process group of all ranks, over Gloo, for checkpoints, which are
     written while the ranks train.
@@ -190,7 +192,7 @@ def join_ranks(
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     host_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    return RankGroup(rank=rank, world_size=world_size, host_group=host_group)
+    return RankGroup(rank=rank, world_size=world_size, address=address, host_group=host_group)
 
 
 def with_tensor_groups(ranks: RankGroup, size: int, device: torch.device) -> RankGroup:

@@ -33,6 +33,7 @@ from rollweave.weights.publication import (
     read_tensors,
 )
 from rollweave.weights.staging import Staging
+from rollweave.weights.transport import VersionSender, group_end
 from rollweave.weights.views import Part, StoredTensors
 
 _log = logging.getLogger(__name__)
@@ -53,9 +54,11 @@ class WeightPublisher:
         constants: Mapping[str, torch.Tensor] | None = None,
         dtype: torch.dtype,
         device: torch.device,
+        collective: bool = False,
     ) -> None:
         """`stored` are the tensors to publish; without `stored`, each trained parameter
         is a tensor. The first rank publishes `constants`, in their own number formats.
+        With `collective` it sends versions to a group of the engines.
         """
         self._constants = dict(constants or {})
         self._parameters: dict[str, torch.Tensor] = dict(trained_parameters(model))
@@ -74,6 +77,10 @@ class WeightPublisher:
         self._owners: list[int] = []
         """Owner of the payload of each rank; empty before the first publication."""
         self._publisher: Publisher | None = None
+        self._collective = collective
+        self._sender: VersionSender | None = None
+        if collective and ranks.is_first:
+            self._sender = group_end("sender")(ranks.address, device)
 
     def publish(self, command: Publish) -> WeightManifest:
         """Publish the weights, and return the manifest.
@@ -86,8 +93,12 @@ class WeightPublisher:
                 *((name, value.dtype, value.shape) for name, value in self._constants.items()),
             ]
         )
+        if self._sender is not None:
+            self._sender.keep(command.keep)
         if not self._owners:
             self._owners = self._find_owners()
+            if self._collective and len(set(self._owners)) > 1:
+                raise TrainerError("weights.transport must not be collective with ranks on hosts")
             if self._owners[self._ranks.rank] == self._ranks.rank:
                 self._publisher = Publisher()
         draft, error = self._open_draft(metas, command)
@@ -110,10 +121,16 @@ class WeightPublisher:
             # a private mapping: it needs no memory until the next update writes to it
             for name, tensor in read_tensors(combined).items():
                 self._parameters[name].data = tensor
-        return combined
+        return combined if self._sender is None else self._sender.offer(combined)
+
+    def doubts(self) -> tuple[str, ...]:
+        """Return a line for each broadcast that has failed since the last call."""
+        return () if self._sender is None else self._sender.doubts()
 
     def close(self) -> None:
         """Release the published versions."""
+        if self._sender is not None:
+            self._sender.close()
         if self._publisher is not None:
             self._publisher.close()
 

@@ -134,6 +134,7 @@ class Trainer:
             constants=self._model.constants() if config.lora is None else None,
             dtype=published,
             device=device,
+            collective=config.weights.collective,
         )
         self._reference: list[torch.Tensor] | None = None
         self._critic = (
@@ -337,7 +338,8 @@ class Trainer:
         manifest = self._publisher.publish(command)
         if command.release:
             self._leave()
-        return Published(manifest=manifest, publish_s=time.perf_counter() - started)
+        doubts = self._publisher.doubts()
+        return Published(manifest=manifest, publish_s=time.perf_counter() - started, doubts=doubts)
 
     def _save(self, command: Save) -> Copied | Saved:
         """Copy the checkpoint, and write it, or leave the writing to `write`. Every

@@ -9,6 +9,7 @@ all tensors verified, or raises `WeightsError` without any effect.
 
 import itertools
 import math
+import mmap
 import os
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -376,19 +377,27 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     long as any of the tensors. Raises `WeightsError` if the publisher is gone or
     anything does not match.
     """
-    dtypes = [_checked_dtype(meta, manifest.nbytes) for meta in manifest.tensors]
-    _check_layout(manifest)
-    buffer = read_version(manifest, manifest.location)
-    tensors = {}
-    for meta, dtype in zip(manifest.tensors, dtypes, strict=True):
-        if meta.nbytes == 0:
-            tensors[meta.name] = torch.empty(meta.shape, dtype=dtype)
-            continue
-        flat = torch.frombuffer(
-            buffer, dtype=dtype, count=math.prod(meta.shape), offset=meta.offset
-        )
-        tensors[meta.name] = flat.reshape(meta.shape)
-    return tensors
+    check_layout(manifest)
+    return tensors_in(manifest, tensor_of(read_version(manifest, manifest.location)))
+
+
+def tensor_of(payload: mmap.mmap | bytearray) -> torch.Tensor:
+    """Return the bytes of a payload as a tensor, which shares its memory."""
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(payload, dtype=torch.uint8)
+
+
+def tensors_in(manifest: WeightManifest, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a version, whose layout is checked, by name; they share the
+    memory of `payload`.
+    """
+    return {
+        meta.name: payload[meta.offset : meta.offset + meta.nbytes]
+        .view(getattr(torch, meta.dtype))
+        .view(meta.shape)
+        for meta in manifest.tensors
+    }
 
 
 def _allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
@@ -399,7 +408,7 @@ def _allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
         os.posix_fallocate(fd, start, nbytes)
 
 
-def _checked_dtype(meta: TensorMeta, nbytes: int) -> torch.dtype:
+def _check_tensor(meta: TensorMeta, nbytes: int) -> None:
     dtype = getattr(torch, meta.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightsError(f"tensor {meta.name}: dtype must be a torch dtype, got {meta.dtype!r}")
@@ -415,10 +424,14 @@ def _checked_dtype(meta: TensorMeta, nbytes: int) -> torch.dtype:
         raise WeightsError(
             f"tensor {meta.name}: bytes {meta.offset}+{meta.nbytes} are not aligned within {nbytes}"
         )
-    return dtype
 
 
-def _check_layout(manifest: WeightManifest) -> None:
+def check_layout(manifest: WeightManifest) -> None:
+    """Raise `WeightsError` unless the tensors have numbers of torch, fit into the
+    payload and do not overlap.
+    """
+    for meta in manifest.tensors:
+        _check_tensor(meta, manifest.nbytes)
     names = [meta.name for meta in manifest.tensors]
     if len(set(names)) != len(names):
         raise WeightsError("tensor names must be distinct")

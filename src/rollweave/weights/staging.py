@@ -119,10 +119,11 @@ class Staging:
 def on_device(
     tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield `tensors` on the device: through `Staging.upload`, or unchanged if the
-    device is the CPU.
+    """Yield `tensors` on the device: through `Staging.upload`, or unchanged if they are
+    there.
     """
-    return tensors.items() if device.type == "cpu" else Staging(device).upload(tensors)
+    there = all(tensor.device.type == device.type for tensor in tensors.values())
+    return tensors.items() if there else Staging(device).upload(tensors)
 
 
 def _completed(

@@ -18,14 +18,16 @@ import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import xxhash
 
 from rollweave.io.wire import encode
+from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WireError
 from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, TransportName
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.transport import Allocate, Body, Carrier, FetchError, Message, decode_message
+from rollweave.weights.transport import Allocate, Body, Carrier, FetchError, decode_message
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds without a byte after which a peer counts as gone.
@@ -61,17 +63,25 @@ ACCEPT_PAUSE_S = 0.1
 """Seconds without accepting connections after the process ran out of descriptors."""
 
 
+Decode = Callable[[bytes], object]
+
+
 class Tcp:
     """Connects hosts: by sockets, and `sendfile` straight from shared memory. With a
     `carrier` only heads travel over the sockets.
     """
 
     def __init__(
-        self, *, idle_timeout_s: float = IDLE_TIMEOUT_S, carrier: Carrier | None = None
+        self,
+        *,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        carrier: Carrier | None = None,
+        decode: Decode = decode_message,
     ) -> None:
+        """Messages are what `decode` returns, which raises WireError for all else."""
         if idle_timeout_s <= 0:
             raise ValueError(f"idle_timeout_s must be above 0, got {idle_timeout_s}")
-        self._idle_timeout_s, self._carrier = idle_timeout_s, carrier
+        self._idle_timeout_s, self._carrier, self._decode = idle_timeout_s, carrier, decode
 
     async def listen(self, host: str, serve: "Serve") -> "Listener":
         """Serve every channel whose client has presented the secret. Raises OSError."""
@@ -123,7 +133,7 @@ class Tcp:
             raise
 
     def _channel(self, sock: socket.socket, peer: str) -> "Channel":
-        return Channel(sock, peer, self._idle_timeout_s, self._carrier)
+        return Channel(sock, peer, self._idle_timeout_s, self._carrier, self._decode)
 
 
 class Listener:
@@ -218,11 +228,16 @@ class Channel:
     """One end of a connection. At most one task sends and one receives at a time."""
 
     def __init__(
-        self, sock: socket.socket, peer: str, idle_timeout_s: float, carrier: Carrier | None
+        self,
+        sock: socket.socket,
+        peer: str,
+        idle_timeout_s: float,
+        carrier: Carrier | None,
+        decode: Decode,
     ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._peer = sock, peer
-        self._idle_timeout_s, self._carrier = idle_timeout_s, carrier
+        self._idle_timeout_s, self._carrier, self._decode = idle_timeout_s, carrier, decode
         self._loop = asyncio.get_running_loop()
         self.waiting_since: float | None = None
         """The time on the loop's clock since which `receive` has waited without a byte;
@@ -231,7 +246,13 @@ class Channel:
         self.received_bytes = 0
         """The bytes that have arrived of the body for which `receive` is waiting."""
 
-    async def send(self, message: Message, body: Body | None = None) -> None:
+    @property
+    def host(self) -> str:
+        """The address of this host by which the peer is reached."""
+        host: str = self._sock.getsockname()[0]
+        return host
+
+    async def send(self, message: TaggedStruct, body: Body | None = None) -> None:
         """Send a message. Raises FetchError (source)."""
         head = encode(message)
         nbytes, check = (body.nbytes, body.checksum) if body is not None else (0, 0)
@@ -254,7 +275,7 @@ class Channel:
             self.close()
             raise
 
-    async def receive(self, allocate: Allocate | None = None) -> tuple[Message, int]:
+    async def receive(self, allocate: Allocate | None = None) -> tuple[Any, int]:
         """Return the next message and the xxh3-64 of its body, which goes to memory
         from `allocate`. Without `allocate`, a body is an error.
 
@@ -271,7 +292,7 @@ class Channel:
                 != CHECK.unpack_from(start, HEAD.size)[0]
             ):
                 raise FetchError("broken", f"{self._peer} sent a head that was damaged in transit")
-            message: Message = decode_message(bytes(head))
+            message: Any = self._decode(bytes(head))
             if nbytes:
                 if allocate is None:
                     raise FetchError(
@@ -484,3 +505,5 @@ def transport_of(name: TransportName, *, host: str) -> Tcp:
             return Tcp(carrier=MooncakeCarrier(host))
         case "nixl":
             return Tcp(carrier=NixlCarrier())
+        case "collective":
+            raise AssertionError("a group has no relays")

@@ -3,14 +3,22 @@ weights, the reasons why a fetch fails, and the interface of libraries that carr
 bodies.
 """
 
-from collections.abc import Callable, Collection
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import xxhash
 
+from rollweave.io.extras import announced
 from rollweave.io.wire import decoder_of
 from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import WeightManifest
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP_DISTRIBUTION = "rollweave-collective"
+"""The distribution in this repository that announces the ends of a group."""
 
 FailureReason = Literal["source", "base", "broken", "room"]
 """See `schema/weights.VersionFailed`."""
@@ -126,6 +134,69 @@ class Body(NamedTuple):
     def of_file(cls, fd: int, start: int, stop: int, *, checksum: int) -> "Body":
         """Return the bytes `[start, stop)` of a file that does not change."""
         return cls(stop - start, checksum, None, fd, start)
+
+
+class VersionSender(Protocol):
+    """The trainer's end of the group that `weights.transport = "collective"` names,
+    made from the address of this host on which it listens and the trainer's device.
+
+    No call waits for an engine. A distribution announces it, and the engines' end.
+    """
+
+    def keep(self, needed: Collection[int]) -> None:
+        """Give up all versions but those with these publication ids."""
+
+    def offer(self, manifest: WeightManifest) -> WeightManifest:
+        """Send a version, which is in this host's memory, to the engines that want it.
+        Return its manifest for engines. Raises WeightsError.
+        """
+
+    def doubts(self) -> tuple[str, ...]:
+        """Return what has failed since the last call: a line for each version."""
+
+    def close(self) -> None:
+        """End at once."""
+
+
+class VersionReceiver(Protocol):
+    """The end of one engine, made from its device. Its method may be called in any
+    thread.
+    """
+
+    def read(self, manifest: WeightManifest) -> "dict[str, torch.Tensor]":
+        """Return the tensors of a version, verified, on the device or on the CPU.
+        Raises WeightsError.
+        """
+
+
+GroupCall = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ServerReceiver(Protocol):
+    """The end of an inference server with so many ranks, which receives tensors by its
+    own code: by vLLM's `NCCLWeightTransferEngine`.
+    """
+
+    async def bring(
+        self, manifest: WeightManifest, *, begin: GroupCall, receive: GroupCall
+    ) -> None:
+        """Have the server receive a version: by `receive`, and at first `begin`, with
+        the information that its engine takes. Raises WeightsError, after which the
+        server's weights may be any.
+        """
+
+
+def group_end(name: Literal["sender", "member", "server"]) -> Any:
+    """Return the class of an end of the group. Raises ConfigError if no distribution
+    announces it.
+    """
+    return announced(
+        "rollweave.weight_groups",
+        name,
+        field="weights.transport",
+        distribution=GROUP_DISTRIBUTION,
+        needing="weights.transport collective",
+    )
 
 
 class Carrier(Protocol):

@@ -49,6 +49,7 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import NUMBER_BYTES, WeightManifest
 from rollweave.schema.work import Routes
 from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.transport import group_end
 from rollweave_servers.attached import About, Rule, at_least, attach
 from rollweave_servers.process import (
     HOST,
@@ -72,6 +73,7 @@ from rollweave_servers.vllm_control import (
     Mapped,
     VllmControl,
 )
+from rollweave_servers.vllm_group import BACKEND, Announced, GroupControl
 from rollweave_servers.vllm_kv import LEASE_S, NixlKv
 
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -221,7 +223,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         "kv-cache-memory-bytes": own.kv_bytes(NUMBER_BYTES[spec.dtype]) * kv_tokens,
         "scheduling-policy": "priority",
         "scheduler-cls": f"{SCHEDULERS}.{'Sync' * in_order}PreemptingScheduler",
-        "weight-transfer-config": json.dumps({"backend": NAME}),
+        "weight-transfer-config": json.dumps({"backend": BACKEND if settings.collective else NAME}),
         "structured-outputs-config": json.dumps({"backend": GRAMMARS, "enable_in_reasoning": True}),
         "middleware": "rollweave_vllm.Guard",
     }
@@ -460,13 +462,18 @@ class VllmKind:
         return OwnVllm(version=spec.version, stop_ids=stop_ids, routes=spec.routes)
 
     def control(self, spec: EngineSpec, server: Server) -> VllmControl:
-        limit_s = settings_of(spec).control_s
-        return VllmControl(server.url, token=server.token, limit_s=limit_s)
+        settings = settings_of(spec)
+        access: Any = {"token": server.token, "limit_s": settings.control_s}
+        if not settings.collective:
+            return VllmControl(server.url, **access)
+        return GroupControl(server.url, receiver=group_end("server")(settings.degree), **access)
 
     def mover(self, spec: EngineSpec, shape: ModelShape, server: Server) -> NixlKv | None:
         return NixlKv(spec, shape, server) if settings_of(spec).moves_kv else None
 
     def hold(
         self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path
-    ) -> Mapped:
+    ) -> Mapped | Announced:
+        if settings_of(spec).collective:
+            return Announced(manifest, shape)
         return Mapped(manifest, verified(manifest, shape)[0])

@@ -2,6 +2,7 @@
 started by `runtime/supervisors/trainer_link.py`.
 """
 
+import dataclasses
 import os
 import shutil
 import time
@@ -15,7 +16,7 @@ from rollweave.io.machine import device_named
 from rollweave.io.spare_cores import SpareCores
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
-from rollweave.runtime.roles.worker import Worker
+from rollweave.runtime.roles.worker import Worker, address_of
 from rollweave.runtime.supervisors.trainer_link import TrainerSpec, serve
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
@@ -45,7 +46,9 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
     config = RunConfig.checked(spec.config)
     torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
-    ranks = worker.join_ranks(config.model.device) if worker.world_size > 1 else ALONE
+    ranks = dataclasses.replace(ALONE, address=address_of(worker))
+    if worker.world_size > 1:
+        ranks = worker.join_ranks(config.model.device)
     scratch = config.model.scratch
     if scratch is not None and not model_dir.exists():
         random_dir = model_dir if config.lora is None else model_dir.with_name(RANDOM)

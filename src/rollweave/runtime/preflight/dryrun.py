@@ -398,6 +398,8 @@ def _cluster(config: RunConfig, site: Site, images: Sequence[str]) -> Iterator[C
 
 def _relays(config: RunConfig) -> Iterator[Check]:
     weights = config.weights
+    if weights.collective:
+        yield ok("weights", "the trainer broadcasts them to all engines, without relays")
     if not weights.relays:
         return
     addresses = [host.address for host in hosts_here(weights.relays).by_number.values()]

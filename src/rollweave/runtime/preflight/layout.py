@@ -291,6 +291,7 @@ class _Plan:
         count = config.weights.relays
         if config.cluster is not None:
             count = len(self._hosts) if self._hosts is not None else config.cluster.hosts or 1
+        count *= config.relayed
         first = ranks[0].host if ranks else 0
         apart = any(rank.host != first for rank in ranks)
         with_engines = {engine.host for engine in engines}

@@ -229,7 +229,7 @@ class Worker:
         from rollweave.train.distributed import join_ranks, join_store, open_store
 
         chosen = device_named(device or ("cuda" if self.devices else "cpu"))
-        address = self._ranks.address if self._ranks is not None else "127.0.0.1"
+        address = address_of(self)
         if self.rank == 0:
             store, where = open_store(address)
             if self._ranks is not None:
@@ -238,3 +238,8 @@ class Worker:
             assert self._ranks is not None, "one of several workers has a process"
             store = join_store(self._ranks.store())
         return join_ranks(self.rank, self.world_size, store=store, device=chosen, address=address)
+
+
+def address_of(worker: Worker) -> str:
+    """Return the address of a worker's host by which other hosts reach it."""
+    return worker._ranks.address if worker._ranks is not None else "127.0.0.1"

@@ -24,7 +24,7 @@ from typing import TypeVar
 from rollweave.core.mechanisms.relays.state import relay_id
 from rollweave.core.policy.relay import chunk_bytes
 from rollweave.io.child import Spawn
-from rollweave.io.extras import how_to_install
+from rollweave.io.extras import how_to_install, how_to_install_distribution
 from rollweave.io.wire import decoder_of, encode
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.runtime.hosts.hosts import Hosts
@@ -64,6 +64,7 @@ from rollweave.schema.weights import (
     VersionStalled,
     WeightManifest,
 )
+from rollweave.weights.transport import GROUP_DISTRIBUTION
 
 T = TypeVar("T")
 
@@ -232,9 +233,9 @@ BYTE_S = 1e-9
 TCP on one machine.
 """
 
-MODULES: dict[TransportName, str] = {"mooncake": "mooncake", "nixl": "nixl"}
+MODULES = {"mooncake": "mooncake", "nixl": "nixl", "collective": "rollweave_collective"}
 """Module that a transport needs. The transport is also the name of the extra that
-installs it.
+installs it, but that of a group is a distribution of its own.
 """
 
 
@@ -243,7 +244,10 @@ def check_transport(config: RunConfig) -> None:
     transport = config.weights.transport
     module = MODULES.get(transport)
     if module is not None and importlib.util.find_spec(module) is None:
-        rule = f"be installed ({how_to_install(transport)})"
+        command = how_to_install_distribution(GROUP_DISTRIBUTION)
+        if not config.weights.collective:
+            command = how_to_install(transport)
+        rule = f"be installed ({command})"
         raise FieldError("weights.transport", rule, transport)
 
 

@@ -114,16 +114,18 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         on_published: Callable[[WeightManifest, Collection[int], Sequence[int]], None],
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
         on_saved: Callable[[], None],
+        warn: Callable[[str], None] = lambda line: None,
         shared: bool = False,
     ) -> None:
         """With `shared`, ranks on other hosts read the store: its records must be on
-        the disk before they do.
+        the disk before they do. `warn` shows a line to the user.
         """
         super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
         self._shared = shared
         self._make, self._post_then = make, post
         self._store, self._checkpoints = store, checkpoints
         self._on_published, self._on_trained, self._on_saved = on_published, on_trained, on_saved
+        self._warn = warn
         self._accepting = asyncio.Lock()
         """Held while a checkpoint gets its name. No epoch begins meanwhile, so that
         none finds what it restores changed by an earlier one.
@@ -358,6 +360,8 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
         self._span("trainer", f"publish v{command.version}", started, nbytes=nbytes)
         hosts = [trainer.ranks[part.rank].host for part in reply.manifest.parts]
         self._on_published(reply.manifest, command.keep, hosts)
+        for doubt in reply.doubts:
+            self._warn(doubt)
         self._post(
             WeightsPublished(
                 epoch=trainer.epoch, version=command.version, publication_id=command.publication_id

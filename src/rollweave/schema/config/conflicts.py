@@ -146,6 +146,15 @@ def _beside(key: str, *values: str, why: str = "") -> Clause:
     return Clause(whole, among, lambda place: f"{text} {_or(among(place))}", why)
 
 
+def _either(*clauses: Clause) -> Clause:
+    """Return the clause that one of these applies; the first that does is said."""
+    return Clause(
+        ", or ".join(", ".join(filter(None, (one.text, one.why))) for one in clauses),
+        lambda place: any(clause.applies(place) for clause in clauses),
+        lambda place: next(clause.rule(place) for clause in clauses if clause.applies(place)),
+    )
+
+
 def _without(*keys: str, why: str = "") -> Clause:
     """Return the clause that none of the settings is given, or that all are 0."""
     return Clause(
@@ -225,19 +234,49 @@ CONFLICTS = (
     Conflict("pools", _without("cluster", "sim")),
     Conflict(
         "weights.relays",
-        Clause(
-            "with [cluster] or [pools]",
-            lambda place: place.config.cluster is not None or place.config.pools,
-            why="whose hosts have one each",
+        _either(
+            Clause(
+                "with [cluster] or [pools]",
+                lambda place: place.config.cluster is not None or place.config.pools,
+                why="whose hosts have one each",
+            ),
+            _beside("weights.transport", "collective", why="which has none"),
         ),
     ),
-    Conflict("loans", _without("cluster", "sim", why="whose hosts lend engines")),
-    Conflict("loans", _beside("allocation", why="which decides the degrees of all engines")),
+    Conflict(
+        "loans",
+        _either(
+            _without("cluster", "sim", why="whose hosts lend engines"),
+            _beside("allocation", why="which decides the degrees of all engines"),
+            _beside("weights.transport", "collective", why="whose engines are all the run's"),
+        ),
+    ),
     Conflict(
         "trainer.colocated",
         _unless("rollout.mode", "sync", why="the only one that does not train while it rolls out"),
     ),
     Conflict("loans allocation ablation.changes=no_staging", _beside("trainer.colocated")),
+    Conflict(
+        "weights.transport=collective",
+        _either(
+            _beside("trainer.colocated"),
+            _beside("engines.kind", "sglang"),
+            Clause(
+                "with engines.kind vllm unless model.device is cuda, or with [lora], "
+                "engines.address or rollout.mode decoupled",
+                lambda place: (
+                    "vllm" in place.values("engines.kind")
+                    and (
+                        place.config.model.device != "cuda"
+                        or place.config.lora is not None
+                        or place.config.rollout.mode == "decoupled"
+                        or any(place.values("engines.address"))
+                    )
+                ),
+                why="since a group carries versions of the trainer alone, between GPUs",
+            ),
+        ),
+    ),
     Conflict(
         "loans trainer.colocated",
         _beside("engines.kind", *SERVERS, why="whose servers keep their memory"),
@@ -362,7 +401,19 @@ WITHOUT_EFFECT = (
             lambda place: place.config.placement not in PARTITIONS,
         ),
     ),
-    Conflict("weights.transport ablation.changes=no_deltas", _without("weights.relays", "cluster")),
+    Conflict(
+        "weights.transport ablation.changes=no_deltas",
+        Clause(
+            "without weights.relays or [cluster]",
+            lambda place: (
+                not (
+                    place.config.weights.relays
+                    or place.config.cluster is not None
+                    or place.config.weights.collective
+                )
+            ),
+        ),
+    ),
     Conflict("pools.site", _without("cluster")),
     Conflict("workers.pool", _without("workers.count")),
     # Algorithms, task domains, rewards and evaluations.

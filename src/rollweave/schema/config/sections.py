@@ -140,6 +140,12 @@ class Sections(Section):
         return self.own_algorithms().get(name, self.algorithm)
 
     @property
+    def relayed(self) -> bool:
+        """True if relays carry the weights between hosts."""
+        between_hosts = self.weights.relays > 0 or self.cluster is not None
+        return between_hosts and not self.weights.collective
+
+    @property
     def has_critic(self) -> bool:
         """True if the estimator of any task domain needs a critic."""
         return any(self.algorithm_of(task.name).advantage in OF_CRITIC for task in self.tasks)

@@ -445,7 +445,16 @@ class WeightsConfig(Section):
         description="Number of machines among which engines are divided, each with a relay that "
         "holds the weights for them (Laminar §4); 0: engines read the trainer's memory.",
     )
-    transport: TransportName = Field("tcp", description="Transport of weights between relays.")
+    transport: TransportName = Field(
+        "tcp",
+        description="Transport of weights between relays; `collective`: without relays, the "
+        "trainer broadcasts them to all engines, over NCCL between GPUs and Gloo between CPUs.",
+    )
+
+    @property
+    def collective(self) -> bool:
+        """True if trainer and engines form a group, and there are no relays."""
+        return self.transport == "collective"
 
 
 class EvalConfig(Section):

@@ -1,0 +1,1 @@
+"""Bench `weights`: the ways in which weights reach engines."""
