@@ -215,6 +215,12 @@ CONFLICTS = (
             why="in which each engine launches trajectories of all domains, and keeps them",
         ),
     ),
+    Conflict(
+        "engines.phase=either",
+        _beside(
+            "rollout.mode", "decoupled", why="in which trajectories are bound to their engines"
+        ),
+    ),
     Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded", "decoupled")),
     Conflict("rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "bounded")),
     Conflict("rollout.spare_groups=learned", _without("rollout.dynamic_sampling")),

@@ -187,6 +187,11 @@ class RunConfig(Sections):
     def _of_phases(self) -> Iterator[FieldError]:
         """Check that prompts can be computed on one engine for another."""
         phases = [group.phase for group in self.engines]
+        if "either" in phases:
+            if len(phases) > 1 or self.engines[0].count < 2:
+                rule = "be both, prefill or decode unless one group has all engines, at least 2"
+                yield FieldError(f"engines.{phases.index('either')}.phase", rule, "either")
+            return
         split = {number: phase for number, phase in enumerate(phases) if phase != "both"}
         for number, phase in split.items():
             other = "decode" if phase == "prefill" else "prefill"
