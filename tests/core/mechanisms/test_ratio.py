@@ -2,18 +2,13 @@
 fail meanwhile.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.mechanisms import ratio
-from rollweave.core.policy.ratio import STEADY, Change, Load
+from rollweave.core.policy.ratio import STEADY
 from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId
 from tests.support import core
@@ -21,39 +16,7 @@ from tests.support.kinds import of
 from tests.support.properties import examples
 from tests.support.random_world import World
 
-EITHER = [{"phase": "either", "count": 3}]
 MODES = [mode for mode in core.MODES if mode != "decoupled"]
-LOAD = Load(
-    attempts=8.0,
-    prompt_s=1.0,
-    mixed_s=1.0,
-    move_s=0.0,
-    steps_s=1.0,
-    sequence_s=0.0,
-    between_s=0.0,
-    slots=8,
-)
-
-
-@contextmanager
-def asking(seed: int) -> Iterator[None]:
-    """Ask for a move in a random way after each step."""
-    draw = random.Random(seed)
-
-    def any_way(load: Load, prefill: int, decode: int) -> Change:
-        assert decode >= 1
-        ways = [way for way in (1, -1) if prefill + way >= 0 and decode - way >= 1]
-        return Change(way=draw.choice(ways), prefill=prefill, gain=1.0)
-
-    with (
-        mock.patch.object(ratio, "_load", lambda *_: LOAD),
-        mock.patch.object(ratio, "change", any_way),
-        mock.patch.object(ratio, "pays", lambda *_, **__: True),
-        mock.patch("rollweave.core.policy.ratio.STEADY", 1),
-        mock.patch("rollweave.core.policy.ratio.Patience.needed", lambda *_: 1),
-        core.always_split(),
-    ):
-        yield
 
 
 def phases(world: World) -> list[str]:
@@ -86,11 +49,11 @@ def test_any_world_whose_engines_change_their_phase_ends_accounted_for(
         mode,
         steps=6,
         rollout=core.SCHEDULINGS[scheduling],
-        engine_groups=EITHER,
+        engine_groups=core.EITHER,
         watchdog={"restarts": restarts},
     )
     world = World(settings_, seed, failure=failure, hang=hang, restless=restless)
-    with asking(seed):
+    with core.asking(seed):
         if kills:
             core.run_with_lost_controllers(world, kills)
         else:
@@ -102,8 +65,8 @@ def test_any_world_whose_engines_change_their_phase_ends_accounted_for(
 
 def test_engines_move_in_a_random_world() -> None:
     """The worlds above would prove nothing if no engine moved."""
-    world = World(core.config("bounded", steps=8, engine_groups=EITHER), 5)
-    with asking(5):
+    world = World(core.config("bounded", steps=8, engine_groups=core.EITHER), 5)
+    with core.asking(5):
         world.run()
     moved = [
         (command.component, command.message)
@@ -118,18 +81,18 @@ def test_engines_move_in_a_random_world() -> None:
 
 
 def test_a_replayed_run_gives_identical_commands() -> None:
-    config = core.config("sync", steps=6, engine_groups=EITHER)
+    config = core.config("sync", steps=6, engine_groups=core.EITHER)
     world = World(config, 2, failure=0.02)
-    with asking(2):
+    with core.asking(2):
         world.run()
     again = Core(config)
-    with asking(2):
+    with core.asking(2):
         for (now, event), commands in zip(world.journal, world.commands, strict=True):
             assert again.handle(now, event) == commands
 
 
 def test_a_world_begins_with_one_prefill_engine_and_keeps_the_ratio_of_the_run() -> None:
-    world = World(core.config("sync", engine_groups=EITHER), 1)
+    world = World(core.config("sync", engine_groups=core.EITHER), 1)
     run = world.core._run
     world.run()
     assert phases(world) == ["decode", "decode", "prefill"]
@@ -142,7 +105,7 @@ def test_a_world_begins_with_one_prefill_engine_and_keeps_the_ratio_of_the_run()
 
 
 def test_the_last_engine_samples() -> None:
-    world = World(core.config("sync", engine_groups=EITHER), 1)
+    world = World(core.config("sync", engine_groups=core.EITHER), 1)
     world.run()
     run = world.core._run
     for name in [engine.id for engine in run.state.engines.values() if engine.samples]:
@@ -153,7 +116,7 @@ def test_the_last_engine_samples() -> None:
 
 
 def test_steps_without_enough_turns_ask_for_nothing() -> None:
-    world = World(core.config("sync", steps=STEADY + 1, engine_groups=EITHER), 3)
+    world = World(core.config("sync", steps=STEADY + 1, engine_groups=core.EITHER), 3)
     world.run()
     assert world.core.state.counters.scheduling.moved_engines == 0
     counted = ratio.Counted()

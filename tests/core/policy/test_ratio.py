@@ -1,5 +1,5 @@
-"""The ratio of prefill to decode engines: estimates against a simulated queue, and moves
-against a reference that remembers everything.
+"""The ratio of prefill to decode engines: estimates against a simulated queue, and
+moves against a reference that remembers everything.
 """
 
 import heapq

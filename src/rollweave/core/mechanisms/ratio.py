@@ -97,7 +97,7 @@ def plan(run: Run) -> None:
     part.before = counted
     sides = _sides(run)
     prefill, decode = len(sides[1]), len(sides[-1])
-    if part.engines or not run.training or not (prefill or decode):
+    if part.engines or not run.training or prefill + decode < 2:
         return
     if any(engine.departing for engine in state.engines.values()) or state.hosts.unplaced:
         return
@@ -125,9 +125,9 @@ def plan(run: Run) -> None:
 
 def _why(asked: Change, load: Load, cost_s: float) -> str:
     return (
-        f"{asked.gain:.0%} more turns per second expected with {asked.prefill} prefill engines, for "
-        f"{cost_s:.1f} s of an engine (a turn's prompt takes {load.prompt_s:.3g} s, its sampling "
-        f"{load.steps_s:.3g} s and more)"
+        f"{asked.gain:.0%} more turns per second expected with {asked.prefill} prefill engines, "
+        f"for {cost_s:.1f} s of an engine (a turn's prompt takes {load.prompt_s:.3g} s, its "
+        f"sampling {load.steps_s:.3g} s and more)"
     )
 
 
@@ -265,9 +265,7 @@ def removed(run: Run, _engine: Engine) -> None:
     """Let a prefill engine sample if no engine is left that does."""
     sides = _sides(run)
     if not sides[-1] and (engine := next((one for one in sides[1] if not one.active), None)):
-        run.warn(
-            engine.id, "moves from prefill to decode: no other samples", count="engine_moved"
-        )
+        run.warn(engine.id, "moves from prefill to decode: no other samples", count="engine_moved")
         run.state.counters.scheduling.moved_engines += 1
         _move(run, engine)
 

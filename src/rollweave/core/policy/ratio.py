@@ -1,5 +1,5 @@
-"""The ratio of prefill engines to decode engines: which of two ratios serves more turns,
-and whether a run should move an engine from one side to the other (RollArt §6.3, §9).
+"""The ratio of prefill to decode engines: which ratio serves the most turns, and
+whether a run should move an engine from one side to the other (RollArt §6.3, §9).
 
 A run is a closed network (Little's law): each of K attempts has a turn, whose prompt
 waits for a prefill engine and is computed there, or is computed by the engine that
@@ -8,20 +8,19 @@ samples; is sampled; and is followed by an environment's step. With X turns a se
     K = X · (share · (prompt + wait + move) + sampling + between)
 
     wait      = prompt · ρ^(√(2(p+1)) − 1) / (p · (1 − ρ)),  ρ = X · share · prompt / p
-    sampling  = (steps + (1 − share) · mixed) / (1 − X · (sequences + (1 − share) · mixed) / d)
+    sampling  = (steps + mixed) / (1 − X · (sequences + mixed) / d)
 
 for p prefill engines (a queue with p servers, by Sakasegawa's approximation) and d
 decode engines, which share their steps among their turns. `share` of the prompts are
-computed at prefill engines: as many as makes X greatest, since the run decides so turn
-by turn (`core/policy/routing`). The estimate is compared only with estimates of other
-ratios of the same load, so that errors of scale cancel.
+computed at prefill engines, as many as makes X greatest, since the run decides so turn
+by turn (`core/policy/routing`); `mixed` are the others. The estimate is compared only
+with estimates of other ratios of the same load, so that errors of scale cancel.
 
-Invariants: with a constant load, engines move finitely often and never to and fro, since
-each move goes toward the same best ratio, and none is made from a ratio that is nearly
-as good. Whatever the loads,
-after n steps the direction has changed at most log2(1 + n / `STEADY`) times, because
-each change of direction doubles the number of steps that must agree before the next
-move.
+Invariants: with a constant load, engines move finitely often and never to and fro,
+since each move goes toward the same best ratio, and none is made from a ratio that is
+nearly as good. Whatever the loads, after n steps the direction has changed at most
+log2(1 + n / `STEADY`) times, because each change of direction doubles the number of
+steps that must agree before the next move.
 """
 
 import math
