@@ -53,8 +53,8 @@ takes about 10 ms.
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """What a step of the run has measured: `attempts` under way, and the mean seconds
-    of a turn.
+    """The load of a step, as the run has measured it: `attempts` under way, and the
+    mean seconds of a turn.
 
     `prompt_s` is its prompt's time at a prefill engine, `move_s` that of the KV's move
     from there, and `mixed_s` the prompt's time at an engine that samples. Sampling
@@ -145,7 +145,9 @@ def pays(gain: float, *, waited_s: float, engines: int, steps: int, cost_s: floa
 
 
 class Patience(msgspec.Struct):
-    """How long the steps have asked for the same move: the hysteresis of a ratio."""
+    """The hysteresis of a ratio: it counts the steps that have asked for the same
+    move.
+    """
 
     way: int = 0  # that the last steps ask for
     steps: int = 0  # number of these steps

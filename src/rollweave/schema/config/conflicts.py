@@ -206,19 +206,13 @@ def _is_overridden(place: Place) -> bool:
 CONFLICTS = (
     # Modes, and where rollouts run.
     Conflict(
-        "tasks.pool rollout.affinity allocation loans "
+        "tasks.pool rollout.affinity allocation loans engines.phase=either "
         + " ".join(f"ablation.changes={name}" for name in _OF_ENGINES)
         + " ablation.changes=no_free_stepping ablation.changes=no_reward_overlap",
         _beside(
             "rollout.mode",
             "decoupled",
             why="in which each engine launches trajectories of all domains, and keeps them",
-        ),
-    ),
-    Conflict(
-        "engines.phase=either",
-        _beside(
-            "rollout.mode", "decoupled", why="in which trajectories are bound to their engines"
         ),
     ),
     Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded", "decoupled")),

@@ -187,16 +187,15 @@ class RunConfig(Sections):
     def _of_phases(self) -> Iterator[FieldError]:
         """Check that prompts can be computed on one engine for another."""
         phases = [group.phase for group in self.engines]
-        if "either" in phases:
-            if len(phases) > 1 or self.engines[0].count < 2:
-                rule = "be both, prefill or decode unless one group has all engines, at least 2"
-                yield FieldError(f"engines.{phases.index('either')}.phase", rule, "either")
-            return
         split = {number: phase for number, phase in enumerate(phases) if phase != "both"}
         for number, phase in split.items():
             other = "decode" if phase == "prefill" else "prefill"
-            if other not in phases:
-                rule = f"be both unless other engines have phase {other}"
+            rule = f"be both unless other engines have phase {other}"
+            beside = other in phases
+            if phase == "either":
+                rule = "be both unless one group has all engines, at least 2"
+                beside = len(phases) == 1 and self.engines[number].count > 1
+            if not beside:
                 yield FieldError(f"engines.{number}.phase", rule, phase)
         for name in ("kind", "deterministic"):
             values = [getattr(self.engines[number], name) for number in split]
