@@ -108,15 +108,16 @@ def plan(run: Run) -> None:
     if load is None:
         return
     asked = change(load, prefill, decode)
+    if not part.patience.ask(asked.way):
+        return
     cost_s = _cost_s(run, asked.way)
-    worth = pays(
+    if not pays(
         asked.gain,
         waited_s=counted.waited_s - before.waited_s,
         engines=prefill + decode,
         steps=run.config.run.steps - state.trainer.step,
         cost_s=cost_s,
-    )
-    if not part.patience.ask(asked.way if worth else 0):
+    ):
         return
     part.patience.moved(asked.way)
     part.prefill = prefill + asked.way
