@@ -11,39 +11,37 @@ from rollweave_sim.world import World
 
 
 class Reading:
-    """Agents that read long texts and answer with a few words."""
+    """Agents that read long texts, and write about them."""
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
-        draw = random.Random(f"{seed}/{index}/{member}/{attempt}")
+        draw = random.Random(f"{seed}/{index}/{member}")
         turns = tuple(
             TurnPlan(
-                output_tokens=draw.randint(15, 45),
-                observation_tokens=draw.randint(2000, 6000),
+                output_tokens=round(300 * draw.uniform(0.5, 1.5)),
+                observation_tokens=round(3000 * draw.uniform(0.5, 1.5)),
                 env_s=0.2,
             )
-            for _ in range(2)
+            for _ in range(3)
         )
         return Plan(
-            prompt_tokens=4000, init_s=0.1, turns=turns, reward_s=0.1, reward=0.0, success=True
+            prompt_tokens=3000, init_s=0.1, turns=turns, reward_s=0.1, reward=0.0, success=True
         )
 
 
-def run(*engines: dict[str, object], steps: int = 8) -> tuple[World, list[str]]:
-    """Return a world that has ended, and its warnings."""
+def run(*engines: dict[str, object], steps: int = 9) -> tuple[World, list[str]]:
+    """Return a world that has ended, and what it has said about engines that moved."""
     config = RunConfig.model_validate(
         {
             "run": {"name": "reading", "steps": steps, "checkpoint_every": 0},
-            "sim": {"model": "qwen3-8b", "gpu": "h20"},
-            "tasks": [{"env": "swe", "max_turns": 9, "max_tokens": 32768, "time_s": 1e6}],
-            "rollout": {
-                "mode": "bounded",
-                "groups_per_step": 4,
-                "group_size": 8,
-                "max_running": 32,
-            },
-            "engines": [{"kv_tokens": 1 << 30, **group} for group in engines],
+            "sim": {"model": "qwen3-32b", "gpu": "h20"},
+            "tasks": [{"env": "swe", "max_tokens": 32768, "max_turn_tokens": 32768, "time_s": 1e6}],
+            "rollout": {"groups_per_step": 4, "group_size": 8, "max_running": 16},
+            "engines": [
+                {"kv_tokens": 1 << 30, "prefill_chunk_tokens": 2048, **group} for group in engines
+            ],
             "trainer": {"ranks": 8},
             "eval": {"final_episodes": 0},
+            "watchdog": {"turn_s": 1e6},
         }
     )
     metrics = SimMetrics()
@@ -51,24 +49,21 @@ def run(*engines: dict[str, object], steps: int = 8) -> tuple[World, list[str]]:
     metrics.watch(world)
     world.run()
     warned = [line["message"] for line in metrics.lines if line["kind"] == "warning"]
-    return world, warned
+    return world, [text for text in warned if text.startswith("moves from")]
 
 
-def test_a_run_leaves_a_ratio_that_does_not_pay() -> None:
-    moving, warned = run({"phase": "either", "count": 4})
-    (message,) = [text for text in warned if text.startswith("moves from")]
-    assert message.startswith("moves from prefill to decode: ")
-    assert "expected with 0 prefill engines" in message
-    state = moving.core.state
-    assert [engine.seat.phase for engine in state.engines.values()] == ["decode"] * 4
-    assert state.counters.scheduling.moved_engines == 1
-    assert [engine.phase for engine in moving.core.status(moving.clock.now).engines] == [
-        "decode"
-    ] * 4
-    worst, _ = run({"phase": "prefill", "count": 3}, {"phase": "decode", "count": 1})
-    assert moving.clock.now < worst.clock.now
+def test_a_run_moves_engines_to_prefill_where_that_pays() -> None:
+    moving, said = run({"phase": "either", "count": 6})
+    assert len(said) == moving.core.state.counters.scheduling.moved_engines >= 1
+    for text in said:
+        assert text.startswith("moves from decode to prefill: ")
+        assert "more turns per second expected with " in text
+    phases = [engine.phase for engine in moving.core.status(moving.clock.now).engines]
+    assert phases.count("prefill") == 1 + len(said)
+    fixed, _ = run({"phase": "prefill", "count": 1}, {"phase": "decode", "count": 5})
+    assert moving.clock.now < fixed.clock.now
 
 
 def test_a_run_that_ends_soon_moves_nothing() -> None:
-    world, _ = run({"phase": "either", "count": 4}, steps=3)
-    assert world.core.state.counters.scheduling.moved_engines == 0
+    _, said = run({"phase": "either", "count": 6}, steps=3)
+    assert said == []

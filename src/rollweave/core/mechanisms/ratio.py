@@ -157,7 +157,12 @@ def _counted(run: Run, part: Ratio) -> Counted:
 
 
 def _load(run: Run, before: Counted, counted: Counted) -> Load | None:
-    """Return the load of the turns between two counts; None if it is not known."""
+    """Return the load of the turns between two counts; None if it is not known.
+
+    Finished turns tell prompts and outputs apart only if these vary. So the time of a
+    prompt beside outputs is at least its time at a prefill engine, without the part
+    that steps hide which read the weights anyway.
+    """
     turns, answered = counted.turns - before.turns, counted.answered - before.answered
     engine = next(iter(_sides(run)[-1]), None)
     if engine is None or min(turns, answered) < LEAST_TURNS:
@@ -176,12 +181,17 @@ def _load(run: Run, before: Counted, counted: Counted) -> Load | None:
     ) / turns
     context = (counted.context_tokens - before.context_tokens) / turns + tokens / 2
     followed = counted.followed - before.followed
+    attempts = (counted.attempts - before.attempts) / answered
+    prompt_s = prompts * (mixed_price if prefill_price is None else prefill_price)
+    steps_s = tokens * prices.fixed_s
+    # the steps of a batch hide at most as much as they take themselves
+    hidden_s = steps_s / max(1.0, attempts / len(_sides(run)[-1]))
     return Load(
-        attempts=(counted.attempts - before.attempts) / answered,
-        prompt_s=prompts * (mixed_price if prefill_price is None else prefill_price),
-        mixed_s=prompts * mixed_price,
+        attempts=attempts,
+        prompt_s=prompt_s,
+        mixed_s=max(prompts * mixed_price, prompt_s - hidden_s),
         move_s=prompts * (price(run.part(Phases).moved) or 0.0),
-        steps_s=tokens * prices.fixed_s,
+        steps_s=steps_s,
         sequence_s=tokens * (prices.sequence_s + context * prices.context_s),
         between_s=(counted.between_s - before.between_s) / max(1, followed),
         slots=max(1, engine.abilities.max_slots),

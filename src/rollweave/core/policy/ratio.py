@@ -40,8 +40,10 @@ STEADY = 3
 HORIZON = 10
 """Maximum number of steps within which a move must earn back its cost."""
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the prompts at prefill engines that are compared."""
+PARTS = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the prompts at prefill engines that are compared: these parts of their
+share of the engines, and this share with these parts of the rest.
+"""
 
 ROUNDS = 30
 """Number of bisections: the turns per second are found to a part in 10^9."""
@@ -78,8 +80,11 @@ def turns_per_s(load: Load, prefill: int, decode: int) -> float:
     """
     if not decode:
         return 0.0
-    shares = SHARES if prefill else SHARES[:1]
-    return max(_turns_per_s(load, prefill, decode, share) for share in shares)
+    even = prefill / (prefill + decode)
+    shares = [even * part for part in PARTS] + [even + (1 - even) * part for part in PARTS]
+    return max(
+        _turns_per_s(load, prefill, decode, share) for share in shares[: None if even else 1]
+    )
 
 
 def _turns_per_s(load: Load, prefill: int, decode: int, share: float) -> float:
