@@ -31,6 +31,7 @@ from rollweave.core.policy.turn_times import FIRST_TURNS, estimate
 from rollweave.core.run import EngineMove, Mechanism, Run, TrainerMove, TurnMove
 from rollweave.core.state import Engine, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.commands import Warn
 from rollweave.schema.events import TurnDone
 
 MOVES = "moves"
@@ -234,10 +235,15 @@ def _begin(run: Run, way: int, why: str) -> None:
     run.part(Ratio).engines[engine.id] = run.now
     engine.barred[MOVES] = math.inf
     former, phase = ("decode", "prefill") if way == 1 else ("prefill", "decode")
-    run.warn(engine.id, f"moves from {former} to {phase}: {why}", count="engine_moved")
-    run.state.counters.scheduling.moved_engines += 1
+    _say(run, engine, f"moves from {former} to {phase}: {why}")
     run.fleet_changed()
     dispatching.requeue_from(run, engine)
+
+
+def _say(run: Run, engine: Engine, message: str) -> None:
+    """Tell the user of a move, and count it."""
+    run.state.counters.scheduling.moved_engines += 1
+    run.emit(Warn(component=engine.id, message=message))
 
 
 def advance(run: Run) -> None:
@@ -276,8 +282,7 @@ def removed(run: Run, _engine: Engine) -> None:
     """Let a prefill engine sample if no engine is left that does."""
     sides = _sides(run)
     if not sides[-1] and (engine := next((one for one in sides[1] if not one.active), None)):
-        run.warn(engine.id, "moves from prefill to decode: no other samples", count="engine_moved")
-        run.state.counters.scheduling.moved_engines += 1
+        _say(run, engine, "moves from prefill to decode: no other samples")
         _move(run, engine)
 
 
