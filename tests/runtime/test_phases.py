@@ -5,15 +5,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
+from rollweave.record.summary import scheduling_line
 from rollweave.runtime.launch import train
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.support.core import always_split
+from rollweave.schema.status import RunStatus
+from tests.support.core import EITHER, always_split, asking
 from tests.support.journals import checked_journal
 from tests.support.real_runs import lake, living
 from tests.support.referee import Referee
@@ -77,6 +80,30 @@ def test_split_turns_have_the_tokens_of_whole_ones(mode: str, tmp_path: Path) ->
     assert {name for name in same if ours[name][0] != theirs[name][0]} == set()
     moves = [event for event in events if isinstance(event, e.MigrationDone)]
     assert any(move.moved_tokens for move in moves), "no KV has moved"
+
+
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
+def test_engines_that_change_their_phase_sample_the_same_tokens(mode: str, tmp_path: Path) -> None:
+    together = reading(tmp_path / "together", "both", "both", rollout={"mode": "sync"})
+    assert train(together).error == ""
+    engines = {"max_slots": 8, "kv_tokens": 8192, "deterministic": True, **EITHER[0]}
+    apart = reading(tmp_path / "apart", rollout={"mode": mode}, engines=engines, run={"steps": 6})
+    with asking(1):
+        summary = train(apart)
+    with asking(1):
+        checked_journal(apart)
+    assert summary.error == ""
+    assert summary.scheduling["moved_engines"] >= 2
+    assert summary.scheduling["split_turns"] > 16
+    ours, theirs = sampled(apart), sampled(together)
+    same = ours.keys() & theirs.keys()
+    assert len(same) >= 8
+    assert {name for name in same if ours[name][0] != theirs[name][0]} == set()
+    run = RunDir(Path(apart.run.dir) / apart.run.name)
+    assert b"moves from decode to prefill: 100% more turns" in run.metrics.read_bytes()
+    assert "moves of engines between prefill and decoding" in scheduling_line(summary.scheduling)
+    status = msgspec.json.decode(run.status.read_bytes(), type=RunStatus)
+    assert {engine.phase for engine in status.engines} <= {"prefill", "decode"}
 
 
 def test_a_killed_prefill_engine_loses_nothing(tmp_path: Path) -> None:

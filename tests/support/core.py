@@ -1,5 +1,6 @@
 """Configurations of the core, and helpers that drive a random world."""
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,8 @@ from unittest import mock
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
+from rollweave.core.mechanisms import ratio
+from rollweave.core.policy.ratio import Change, Load, Patience
 from rollweave.core.policy.routing import PrefillSite
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -45,6 +48,10 @@ ALLOCATION = {"budget": 5}
 
 SPLIT = [{"phase": "prefill", "count": 1}, {"phase": "decode"}]
 """Groups of engines, for `config`: one computes prompts for the others."""
+
+
+EITHER = [{"phase": "either", "count": 3}]
+"""A group of engines, for `config`, that move between prefill and decoding."""
 
 
 def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConfig:
@@ -167,6 +174,38 @@ def until(world: World, kind: type[c.Command]) -> c.Command:
                 if isinstance(command, kind):
                     return command
         seen = len(world.commands)
+
+
+@contextmanager
+def asking(seed: int) -> Iterator[None]:
+    """Ask for an engine's move in a random way after each step, whatever was measured,
+    and compute prompts elsewhere whenever that is possible.
+    """
+    draw = random.Random(seed)
+    load = Load(
+        attempts=8.0,
+        prompt_s=1.0,
+        mixed_s=1.0,
+        move_s=0.0,
+        steps_s=1.0,
+        sequence_s=0.0,
+        between_s=0.0,
+        slots=8,
+    )
+
+    def any_way(load: Load, prefill: int, decode: int) -> Change:
+        assert load.attempts
+        ways = [way for way in (1, -1) if prefill + way >= 0 and decode - way >= 1]
+        return Change(way=draw.choice(ways), prefill=prefill, gain=1.0)
+
+    with (
+        mock.patch.object(ratio, "_load", return_value=load),
+        mock.patch.object(ratio, "change", any_way),
+        mock.patch.object(ratio, "pays", return_value=True),
+        mock.patch.object(Patience, "needed", return_value=1),
+        always_split(),
+    ):
+        yield
 
 
 @contextmanager

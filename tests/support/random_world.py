@@ -90,7 +90,7 @@ class World:
         self.initiated: dict[str, int] = {}
         self.engine_degrees = {str(slot.id): slot.degree for slot in first_engines(config)}
         self.engine_groups = {str(slot.id): slot.group for slot in first_engines(config)}
-        self.splits = any(group.phase == "prefill" for group in config.engines)
+        self.splits = any(group.phase in ("prefill", "either") for group in config.engines)
         # turns whose prompt was given to a prefill engine, until they begin elsewhere
         self.prefilled: set[tuple[str, int, int]] = set()
         self.names = {*self.engine_degrees}  # of all engines that ever existed

@@ -156,19 +156,27 @@ def _show(reply: ControlReply) -> None:
         out.print(f"{', '.join(reply.added)}: starting")
     grouped = any(line.group for line in reply.engines)
     placed = any(line.host is not None for line in reply.engines)
+    split = any(line.phase != "both" for line in reply.engines)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in (
         "engine",
         "status",
         "version",
         "busy",
+        *(["phase"] if split else []),
         *(["group"] if grouped else []),
         *(["host"] if placed else []),
     ):
-        table.add_column(heading, justify="left" if heading in ("engine", "status") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("engine", "status", "phase") else "right"
+        )
     for line in reply.engines:
         version = str(line.version) if line.version >= 0 else "-"
         busy = f"{line.busy} of {line.slots}" if line.slots else "-"
-        more = [*([str(line.group)] if grouped else []), *([str(line.host)] if placed else [])]
+        more = [
+            *([line.phase] if split else []),
+            *([str(line.group)] if grouped else []),
+            *([str(line.host)] if placed else []),
+        ]
         table.add_row(line.id, line.status, version, busy, *more)
     out.print(table)

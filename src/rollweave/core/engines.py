@@ -55,7 +55,7 @@ def new(run: Run, slot: EngineSlot) -> Engine:
             host=slot.host,
             devices=slot.devices,
             pool=slot.pool,
-            phase="both" if slot.lender else run.config.engines[slot.group].phase,
+            phase="both" if slot.lender else run.config.engines[slot.group].first_phase,
         ),
         lender=slot.lender,
         since=run.now,

@@ -290,7 +290,7 @@ def outcome_line(summary: Summary) -> str:
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
     """Return a line for people about what scheduling by trajectory did; "" if no
-    lengths were predicted, and no turn, no prompt and no task domain moved.
+    lengths were predicted, and no turn, no prompt, no engine and no task domain moved.
     """
     domains, split = counted.get("moved_domains", 0), counted.get("split_turns", 0)
     elsewhere = [f"{domains:,.0f} changes of a domain's pools"] if domains else []
@@ -300,6 +300,8 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
             f"{split:,.0f} prompts on prefill engines"
             + (f" ({failed:,.0f} of them failed)" if failed else "")
         )
+    if moves := counted.get("moved_engines", 0):
+        elsewhere.append(f"{moves:,.0f} moves of engines between prefill and decoding")
     to_pools = ", ".join(elsewhere)
     requested, moved, failed = (
         counted.get("predictions", 0),

@@ -211,6 +211,7 @@ class Control:
             slots=engine.abilities.max_slots,
             busy=len(engine.active),
             joined=engine.joined,
+            phase=engine.seat.phase,
         )
 
 

@@ -38,8 +38,9 @@ class WaitStatus(Struct, frozen=True, kw_only=True):
 
 class EngineState(Struct, frozen=True, kw_only=True):
     """An engine: its status since `seconds`, the version of its weights (-1 for none),
-    its turns and the number of turns that it can run at the same time. It is `lent` if
-    it computes next to the model of a serving engine.
+    its turns and the number of turns that it can run at the same time. `phase` is
+    prefill, decode or both. It is `lent` if it computes next to the model of a serving
+    engine.
     """
 
     id: str
@@ -50,6 +51,7 @@ class EngineState(Struct, frozen=True, kw_only=True):
     version: int = -1
     busy: int = 0
     slots: int = 0
+    phase: str = "both"
     lent: bool = False
 
 
@@ -140,6 +142,7 @@ class EngineLine(Struct, frozen=True, kw_only=True):
     slots: int
     busy: int
     joined: bool
+    phase: str = "both"
 
 
 class ControlReply(Struct, frozen=True, kw_only=True):

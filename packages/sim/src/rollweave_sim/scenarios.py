@@ -213,6 +213,8 @@ def _split(data: dict[str, Any], draw: random.Random) -> None:
         {**group, "phase": phase}
         for group, phase in zip(groups, draw.sample(["prefill", "decode"], 2), strict=True)
     ]
+    if groups[0] == groups[1] and data["rollout"]["mode"] != "decoupled" and draw.random() < 0.5:
+        data["engines"] = {**groups[0], "phase": "either", "count": 2 * groups[0]["count"]}
 
 
 def _lend(data: dict[str, Any], draw: random.Random) -> None:

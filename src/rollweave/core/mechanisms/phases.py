@@ -208,6 +208,7 @@ def _sites(
         for engine in (state.engines[name] for name in run.fleet.prefill)
         if engine.publication_id == target.publication_id
         and engine.abilities.moves_kv
+        and engine.open
         and len(engine.active) < engine.abilities.max_slots
     ]
     prices = {engine.id: _prefill_price(run, engine) for engine in engines}

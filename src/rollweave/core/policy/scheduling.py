@@ -208,4 +208,9 @@ def has_learned_pools(config: RunConfig) -> bool:
 
 def splits_turns(config: RunConfig) -> bool:
     """True if there are engines for prompts alone."""
-    return any(group.phase == "prefill" for group in config.engines)
+    return any(group.phase in ("prefill", "either") for group in config.engines)
+
+
+def moves_phases(config: RunConfig) -> bool:
+    """True if engines move between prefill and decoding."""
+    return any(group.phase == "either" for group in config.engines)

@@ -137,6 +137,7 @@ def _engines(run: Run, now: float) -> tuple[EngineState, ...]:
             version=engine.version,
             busy=len(engine.active),
             slots=engine.abilities.max_slots,
+            phase=engine.seat.phase,
             lent=engine.abilities.lent,
         )
         for engine in run.state.engines.values()

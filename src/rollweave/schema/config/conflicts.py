@@ -215,7 +215,7 @@ def _is_overridden(place: Place) -> bool:
 CONFLICTS = (
     # Modes, and where rollouts run.
     Conflict(
-        "tasks.pool rollout.affinity allocation loans "
+        "tasks.pool rollout.affinity allocation loans engines.phase=either "
         + " ".join(f"ablation.changes={name}" for name in _OF_ENGINES)
         + " ablation.changes=no_free_stepping ablation.changes=no_reward_overlap",
         _beside(

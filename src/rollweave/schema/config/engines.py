@@ -55,11 +55,13 @@ class EngineConfig(Section):
     pool: str | None = Field(
         None, description="Pool of hosts on which they run; unset: bandwidth (docs/CLUSTER.md)."
     )
-    phase: EnginePhase = Field(
+    phase: EnginePhase | Literal["either"] = Field(
         "both",
         description="decode: the engine samples, and prefill engines compute prompts for it, from "
         "which the KV moves, where that saves time; prefill: it samples nothing; both: it "
-        "computes its own prompts.",
+        "computes its own prompts; either: the run makes one of them a prefill engine and the "
+        "others decode engines, and moves one between the two after a step where it has measured "
+        "that this pays.",
     )
     degree: PositiveInt = Field(
         1,
@@ -113,6 +115,11 @@ class EngineConfig(Section):
     def server(self) -> ServerName | None:
         """The kind of the engines' inference servers; None if they have none."""
         return None if self.kind == "embedded" else self.kind
+
+    @property
+    def first_phase(self) -> EnginePhase:
+        """The phase of an engine that starts."""
+        return "decode" if self.phase == "either" else self.phase
 
     @property
     def moves_kv(self) -> bool:

@@ -190,8 +190,12 @@ class RunConfig(Sections):
         split = {number: phase for number, phase in enumerate(phases) if phase != "both"}
         for number, phase in split.items():
             other = "decode" if phase == "prefill" else "prefill"
-            if other not in phases:
-                rule = f"be both unless other engines have phase {other}"
+            rule = f"be both unless other engines have phase {other}"
+            beside = other in phases
+            if phase == "either":
+                rule = "be both unless one group has all engines, at least 2"
+                beside = len(phases) == 1 and self.engines[number].count > 1
+            if not beside:
                 yield FieldError(f"engines.{number}.phase", rule, phase)
         for name in ("kind", "deterministic"):
             values = [getattr(self.engines[number], name) for number in split]

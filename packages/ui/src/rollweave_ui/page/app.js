@@ -208,6 +208,8 @@ function tiles(run) {
   } else if (run.summary) parts.push(["trajectories", number(run.summary.trajectories), `${number(run.summary.tokens)} sampled tokens`]);
   const lent = status && !status.ended ? status.engines.filter((engine) => engine.lent) : [];
   if (lent.length) parts.push(["lent engines", `${lent.length} <small>of ${status.engines.length}</small>`, lent.map((engine) => `${esc(engine.id)}: ${engine.busy} of ${engine.slots} turns`).join(" · ")]);
+  const ahead = status && !status.ended ? status.engines.filter((engine) => engine.phase === "prefill") : [];
+  if (ahead.length) parts.push(["prefill engines", `${ahead.length} <small>of ${status.engines.length}</small>`, ahead.map((engine) => `${esc(engine.id)}: ${engine.busy} prompts`).join(" · ")]);
   return `<div class="tiles">${parts.map(([k, v, n]) => `<div class="tile"><div class="k">${esc(k)}</div><div class="v">${v}</div><div class="n">${n}</div></div>`).join("")}</div>`;
 }
 
