@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from packages.service.tests.adapters.accounts import balances
+from packages.service.tests.adapters.checkpoints import checkpoint
 from packages.service.tests.rollout_service import service_config, serving
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec
@@ -36,30 +37,11 @@ from rollweave_service.adapters.trl import (
 from rollweave_service.client import Rollouts
 from rollweave_service.engines import backend_factory
 from rollweave_service.messages import EngineRequest, RolloutRequest
-from tests.support.chats import CHATML, SPECIAL_MAP, bpe
-from tests.support.tiny_models import build, oracle_logprobs, save
+from tests.support.tiny_models import oracle_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TEMPERATURE = 0.8
 GROUP = 4
-
-
-def checkpoint(directory: Path) -> Path:
-    """Write random weights and a byte-level tokenizer that transformers and the engine
-    can load.
-    """
-    directory.mkdir()
-    vocab = -(-bpe().get_vocab_size() // 8) * 8
-    save(build("qwen3", vocab_size=vocab, max_position_embeddings=1024), directory)
-    bpe().save(str(directory / "tokenizer.json"))
-    settings = {
-        **SPECIAL_MAP,
-        "chat_template": CHATML,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<|end|>",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
 
 
 @contextlib.contextmanager
