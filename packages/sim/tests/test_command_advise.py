@@ -70,6 +70,9 @@ def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
         assert sum(one["engines_time"].values()) == pytest.approx(1)
         assert one["tokens_per_s"] * one["step_s"] == pytest.approx(one["step_tokens"])
     assert set(advice["saved_if_halved"]) == {"engines", "trainer", "environment", "weights"}
+    told = [line for line in result.stderr.splitlines() if line.startswith("  so far ")]
+    assert told, "the search says what it knows"
+    assert all(line.endswith("tokens/s") and " a step, " in line for line in told)
     assert advice["left_out"][0].startswith("engines of degree 8 on h100: tp must divide the 28")
     assert advice["left_out"][1].startswith("training on h100: ")
     lines = result.stdout.splitlines()

@@ -99,8 +99,14 @@ class Advice:
     failed: dict[Candidate, str] = field(default_factory=dict)
 
 
-def search(table: Table, run: Run, progress: Callable[[str], None]) -> Advice:
-    """Search the table. `progress` is called with what each round simulates. Raises
+def search(
+    table: Table,
+    run: Run,
+    progress: Callable[[str], None],
+    found: Callable[[Candidate, Prediction], None] = lambda *_: None,
+) -> Advice:
+    """Search the table. `progress` is called with what each round simulates, and
+    `found` with each candidate that is the fastest of its round so far. Raises
     ConfigError if no candidate can be simulated.
     """
     failed: dict[Candidate, str] = {}
@@ -112,9 +118,15 @@ def search(table: Table, run: Run, progress: Callable[[str], None]) -> Advice:
                 trials[one] = table.trial(one, length)
             except ConfigError as error:
                 failed[one] = str(error)
-        found = dict(zip(trials, run(list(trials.values())), strict=True))
-        failed.update({one: text for one, text in found.items() if isinstance(text, str)})
-        return {one: got for one, got in found.items() if isinstance(got, Prediction)}
+        predictions: dict[Candidate, Prediction] = {}
+        for one, result in zip(trials, run(list(trials.values())), strict=True):
+            if isinstance(result, str):
+                failed[one] = result
+                continue
+            predictions[one] = result
+            if fastest_first(predictions)[0] == one:
+                found(one, result)
+        return predictions
 
     first = chosen = table.screened()
     known: dict[Candidate, Prediction] = {}

@@ -118,11 +118,17 @@ def _progress(text: str) -> None:
     err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
 
 
+def _found(candidate: Candidate, it: Prediction) -> None:
+    """Say what is the best so far, which is not the answer yet."""
+    what = f"so far {mode_text(candidate)}, {layout_text(candidate)}"
+    _progress(f"  {what}: {human_seconds(it.step_s)} a step, {it.tokens_per_s:,.0f} tokens/s")
+
+
 def _advise_gpus(target: str | None, overrides: Sequence[str], asked: Asked) -> dict[str, Any]:
     base = base_of(target, overrides, asked)
     table = Splits(base, pools_of(base, asked), workloads_of(base), rank_bytes=rank_bytes)
     with trials_in(cores(), table.work) as run:
-        advice = search(table, run, _progress)
+        advice = search(table, run, _progress, _found)
     columns = dict(COLUMNS)
     if all(pool.price is not None for pool in table.pools.values()):
         last, limited = columns.popitem()
@@ -137,7 +143,7 @@ def _advise_gpus(target: str | None, overrides: Sequence[str], asked: Asked) -> 
 def _advise_run(path: Path) -> dict[str, Any]:
     table = Reruns(path)
     with trials_in(cores(), table.work) as trials:
-        advice = search(table, trials, _progress)
+        advice = search(table, trials, _progress, _found)
     own = table.itself
     shown = advice.best if own in advice.best or own not in advice.known else [*advice.best, own]
     rows = {

@@ -6,6 +6,7 @@ length; the close-up shows individual boxes, at most `MAX_BOXES`, in a window ar
 middle of training.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -299,11 +300,12 @@ def timeline_overview(data: RunData) -> str:
     if end <= 0:
         return ""
     rows: list[tuple[str, str, list[float]]] = []
-    for engine in sorted(
-        {span.engine for span in spans if span.engine}, key=lambda name: (len(name), name)
-    ):
-        turns = busy_bins((span for span in spans if span.engine == engine), start=0, end=end)
-        rows.append((f"turns on {engine}", "--blue", turns))
+    turns: dict[str, list[TraceSpan]] = defaultdict(list)
+    for span in spans:
+        turns[span.engine].append(span)
+    turns.pop("", None)
+    for engine, own in sorted(turns.items(), key=lambda item: (len(item[0]), item[0])):
+        rows.append((f"turns on {engine}", "--blue", busy_bins(own, start=0, end=end)))
     for kind, name in (("init", "env starts"), ("step", "env steps"), ("eval", "rewards")):
         of_kind = [span for span in spans if span.row == ENVIRONMENTS and span.kind == kind]
         if of_kind:
