@@ -120,6 +120,23 @@ class Blocking(Asking):
         return {"answer": answer["content"]}
 
 
+class Slow(Blocking):
+    """Blocks its thread in `init`, and then has a runtime."""
+
+    async def init(self, job_details: Any, sid: str | None = None) -> tuple[Any, Any, Any]:
+        self.thread = threading.current_thread()
+        self.blocked.set()
+        self.unblocked.wait(30)
+        return await super().init(job_details, sid)
+
+
+class Careless(Asking):
+    """Returns less from `init` than it must."""
+
+    async def init(self, job_details: Any, sid: str | None = None) -> Any:
+        return (await super().init(job_details, sid))[:2]
+
+
 class Unfinished:
     """Has no methods but one."""
 
