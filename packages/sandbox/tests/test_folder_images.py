@@ -126,7 +126,7 @@ async def apptainer(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     program.chmod(0o755)
     fake.write_text(FAKE.read_text())
     monkeypatch.setenv("PATH", f"{open_folder}:{os.environ['PATH']}")
-    async with opened("apptainer") as opened_backend:
+    async with opened("apptainer", faked=True) as opened_backend:
         yield opened_backend
 
 
