@@ -165,6 +165,18 @@ async def test_apptainer_gets_a_folder_file_by_file(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")
+async def test_apptainer_by_root_starts_from_a_closed_folder(
+    apptainer: Backend, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apptainer opens the folder in which it starts, as a user who may not enter it."""
+    os.chmod(tmp_path, 0o700)
+    monkeypatch.chdir(tmp_path)
+    async with opened("apptainer", faked=True) as backend_:
+        sandbox = await backend_.start(SandboxSpec(image=folder))
+        assert (await sandbox.exec(["sh", "-c", "echo hi"])).stdout == b"hi\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")
 async def test_apptainer_as_root_needs_an_accessible_image(
     apptainer: Backend, tmp_path: Path
 ) -> None:
