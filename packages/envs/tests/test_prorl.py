@@ -116,6 +116,21 @@ async def test_a_callback_may_give_the_reward_of_a_failure(plays: Play) -> None:
     assert json.loads(trajectory.result)["reason"] == "the patch does not apply"
 
 
+async def test_a_callback_learns_of_a_time_limit(
+    plays: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.rollout.worker.CLOSE_S", 0.1)
+    monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 1.0)
+    stage, slow = plays("Blocking", limits={"step_s": 1.0}), plugin("Blocking")
+    monkeypatch.setattr(slow, "run_exception", lambda _, e: {"resolved": False, "error": str(e)})
+    try:
+        assert (await stage.scored()).reward == 0.0
+    finally:
+        slow.unblocked.set()
+    (trajectory,) = stage.store.get([TRAJECTORY])
+    assert "1 s" in json.loads(trajectory.result)["reason"]
+
+
 async def test_a_failure_to_initialize_has_no_reward(plays: Play) -> None:
     stage = plays("Unprepared")
     stage.init()

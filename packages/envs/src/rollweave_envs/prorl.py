@@ -123,6 +123,8 @@ class ProRL:
         self._stages: list[_Stage] = []
         self._details: Any = None
         self._taking = threading.Lock()
+        self._told = False
+        """Whether the plug-in's callback has had the exception of `run`."""
         self._result: dict[str, Any] = {}
 
     async def init(self, job: Job) -> None:
@@ -162,6 +164,7 @@ class ProRL:
             )
         except Exception as error:
             # an agent that has used up its turns is evaluated nevertheless
+            self._told = True
             details.run_results = await self._failed("run", error)
             raise
 
@@ -206,7 +209,8 @@ class ProRL:
 
     async def run_exception(self, error: Exception) -> Score | None:
         """Return the reward of a failed `run` if the plug-in's callback gives one."""
-        del error  # the callback has had it
+        if not self._told:  # `run` was cancelled, for example at a time limit
+            await self._failed("run", error)
         return _score_of_failure(self._details.results)
 
     async def eval_exception(self, error: Exception) -> Score | None:
