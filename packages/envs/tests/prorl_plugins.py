@@ -1,5 +1,6 @@
 """Plug-ins in the form of ProRL Agent's server, which import nothing of ours."""
 
+import asyncio
 import json
 import threading
 import urllib.request
@@ -130,10 +131,18 @@ class Slow(Blocking):
         return await super().init(job_details, sid)
 
 
-class Careless(Asking):
-    """Returns less from `init` than it must."""
+class Careless(Blocking):
+    """Returns less from `init` than it must, and leaves a task that blocks its end."""
 
     async def init(self, job_details: Any, sid: str | None = None) -> Any:
+        async def stubborn() -> None:
+            try:
+                await asyncio.sleep(30)
+            finally:
+                self.unblocked.wait(30)
+
+        self.task = asyncio.create_task(stubborn())
+        await asyncio.sleep(0)
         return (await super().init(job_details, sid))[:2]
 
 

@@ -204,7 +204,10 @@ async def test_a_runtime_that_is_ready_after_the_end_is_closed(
 
 async def test_the_runtime_of_an_incomplete_init_is_closed(plays: Play) -> None:
     (stage := plays("Careless")).init()
-    ended = await stage.until(TrajectoryEnded)
+    try:
+        ended = await stage.until(TrajectoryEnded)
+    finally:
+        plugin("Careless").unblocked.set()
     assert isinstance(ended, TrajectoryEnded)
     assert "not enough values" in ended.error
     assert plugin("Careless").runtimes[0].closed == 1

@@ -329,9 +329,13 @@ def _in_thread(call: Callable[[], Awaitable[T]], name: str) -> "concurrent.futur
     def work() -> None:
         try:
             with asyncio.Runner() as runner:
-                done.set_result(runner.run(awaited(), context=context))
-        except BaseException as error:  # of foreign code, which may raise anything
-            if not done.done():  # else it is an error of the loop's end, after the result
+                try:
+                    done.set_result(runner.run(awaited(), context=context))
+                except BaseException as error:  # of foreign code, which may raise anything
+                    done.set_exception(error)
+                # The loop's end waits for what the call has left running.
+        except BaseException as error:
+            if not done.done():  # the loop could not begin
                 done.set_exception(error)
 
     threading.Thread(target=work, name=f"prorl {name}", daemon=True).start()
