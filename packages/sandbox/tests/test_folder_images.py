@@ -178,11 +178,16 @@ async def test_apptainer_by_root_starts_from_a_closed_folder(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")
 async def test_apptainer_as_root_needs_an_accessible_image(
-    apptainer: Backend, tmp_path: Path
+    apptainer: Backend, open_folder: Path, tmp_path: Path
 ) -> None:
     os.chmod(tmp_path, 0o700)
-    with pytest.raises(ValueError, match="image must be where every user can come"):
-        await apptainer.start(SandboxSpec(image=tempfile.mkdtemp(dir=tmp_path)))
+    inside = open_folder / "inside.sif"
+    (tmp_path / "image").mkdir()
+    inside.symlink_to(tmp_path / "image")
+    (own := open_folder / "own.sif").touch(0o600)
+    for image_, closed in ((inside, tmp_path), (own, own)):
+        with pytest.raises(ValueError, match=f"readable by every user .*: {closed} is closed"):
+            await apptainer.start(SandboxSpec(image=str(image_)))
 
 
 def test_a_missing_back_end_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
