@@ -124,7 +124,7 @@ class ProRL:
         self._details: Any = None
         self._taking = threading.Lock()
         self._told = False
-        """Whether the plug-in's callback has had the exception of `run`."""
+        """True once the plug-in's callback has had the exception of `run`."""
         self._result: dict[str, Any] = {}
 
     async def init(self, job: Job) -> None:
