@@ -1,5 +1,6 @@
 """Plug-ins in the form of ProRL Agent's server, which import nothing of ours."""
 
+import asyncio
 import json
 import threading
 import urllib.request
@@ -118,6 +119,31 @@ class Blocking(Asking):
         self.blocked.set()
         self.unblocked.wait(30)
         return {"answer": answer["content"]}
+
+
+class Slow(Blocking):
+    """Blocks its thread in `init`, and then has a runtime."""
+
+    async def init(self, job_details: Any, sid: str | None = None) -> tuple[Any, Any, Any]:
+        self.thread = threading.current_thread()
+        self.blocked.set()
+        self.unblocked.wait(30)
+        return await super().init(job_details, sid)
+
+
+class Careless(Blocking):
+    """Returns less from `init` than it must, and leaves a task that blocks its end."""
+
+    async def init(self, job_details: Any, sid: str | None = None) -> Any:
+        async def stubborn() -> None:
+            try:
+                await asyncio.sleep(30)
+            finally:
+                self.unblocked.wait(30)
+
+        self.task = asyncio.create_task(stubborn())
+        await asyncio.sleep(0)
+        return (await super().init(job_details, sid))[:2]
 
 
 class Unfinished:

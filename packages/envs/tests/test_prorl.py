@@ -116,6 +116,21 @@ async def test_a_callback_may_give_the_reward_of_a_failure(plays: Play) -> None:
     assert json.loads(trajectory.result)["reason"] == "the patch does not apply"
 
 
+async def test_a_callback_learns_of_a_time_limit(
+    plays: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.rollout.worker.CLOSE_S", 0.1)
+    monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 1.0)
+    stage, slow = plays("Blocking", limits={"step_s": 1.0}), plugin("Blocking")
+    monkeypatch.setattr(slow, "run_exception", lambda _, e: {"resolved": False, "error": str(e)})
+    try:
+        assert (await stage.scored()).reward == 0.0
+    finally:
+        slow.unblocked.set()
+    (trajectory,) = stage.store.get([TRAJECTORY])
+    assert "1 s" in json.loads(trajectory.result)["reason"]
+
+
 async def test_a_failure_to_initialize_has_no_reward(plays: Play) -> None:
     stage = plays("Unprepared")
     stage.init()
@@ -167,6 +182,47 @@ async def test_a_stage_that_blocks_delays_nobody_and_loses_its_runtime(
         blocking.unblocked.set()
 
 
+async def test_a_runtime_that_is_ready_after_the_end_is_closed(
+    plays: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.rollout.worker.CLOSE_S", 0.1)
+    monkeypatch.setattr("rollweave.rollout.handler_episode.CANCEL_S", 0.1)
+    stage, slow = plays("Slow"), plugin("Slow")
+    stage.init()
+    try:
+        assert await asyncio.to_thread(slow.blocked.wait, 10)
+        stage.pipeline.cancel(
+            CancelTrajectory(trajectory_id=TRAJECTORY, attempt=0, reason=StopReason.CANCELLED)
+        )
+        await stage.idle()
+        assert slow.runtimes == []
+    finally:
+        slow.unblocked.set()
+    await asyncio.to_thread(slow.thread.join, 10)
+    assert await asyncio.to_thread(slow.runtimes[0].gone.wait, 10)
+
+
+async def test_the_runtime_of_an_incomplete_init_is_closed(plays: Play) -> None:
+    (stage := plays("Careless")).init()
+    try:
+        ended = await stage.until(TrajectoryEnded)
+    finally:
+        plugin("Careless").unblocked.set()
+    assert isinstance(ended, TrajectoryEnded)
+    assert "not enough values" in ended.error
+    assert plugin("Careless").runtimes[0].closed == 1
+
+
+async def test_a_result_that_is_no_json_leaves_the_reward(
+    plays: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = plays("Asking")
+    monkeypatch.setattr(plugin("Asking"), "final_result", lambda _: {("a", 1): 2})
+    assert (await stage.scored()).reward == 1.0
+    (trajectory,) = stage.store.get([TRAJECTORY])
+    assert "must be JSON: TypeError" in json.loads(trajectory.result)["error"]
+
+
 def test_openhands_own_classes_are_used_where_a_plugin_imports_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,9 +244,14 @@ def test_openhands_own_classes_are_used_where_a_plugin_imports_them(
         ),
         ({"handler": f"{PLUGINS}:ask"}, "must be an AgentHandler of ProRL Agent"),
         ({"reward": f"{PLUGINS}:Nothing"}, "prorl_plugins has no Nothing"),
+        ({"agent_config": "deep"}, "options.agent_config must be a table, got str"),
+        (
+            {"llm_config": {"base_url": "http://elsewhere"}},
+            "options.llm_config must leave base_url and api_key to the run, got base_url",
+        ),
     ],
 )
-def test_wrong_options_are_named(instances: str, options: dict[str, str], text: str) -> None:
+def test_wrong_options_are_named(instances: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         ProRL(**{"handler": f"{PLUGINS}:Asking", "instances": instances, **options})
     assert text in str(raised.value)

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> None:
             values[flag].append(rest.pop(0))
         else:
             _refuse(f"unknown flag: {flag}")
+    os.close(os.open(".", os.O_RDONLY))  # as Apptainer does, which fails if it may not
     if len(rest) < 2 or not os.path.isdir(rest[0]):
         _refuse("needs an image and a command")
     source = (values["--home"] or [""])[0].partition(":")[0]

@@ -126,7 +126,7 @@ async def apptainer(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     program.chmod(0o755)
     fake.write_text(FAKE.read_text())
     monkeypatch.setenv("PATH", f"{open_folder}:{os.environ['PATH']}")
-    async with opened("apptainer") as opened_backend:
+    async with opened("apptainer", faked=True) as opened_backend:
         yield opened_backend
 
 
@@ -165,12 +165,29 @@ async def test_apptainer_gets_a_folder_file_by_file(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")
+async def test_apptainer_by_root_starts_from_a_closed_folder(
+    apptainer: Backend, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apptainer opens the folder in which it starts, as a user who may not enter it."""
+    os.chmod(tmp_path, 0o700)
+    monkeypatch.chdir(tmp_path)
+    async with opened("apptainer", faked=True) as backend_:
+        sandbox = await backend_.start(SandboxSpec(image=folder))
+        assert (await sandbox.exec(["sh", "-c", "echo hi"])).stdout == b"hi\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")
 async def test_apptainer_as_root_needs_an_accessible_image(
-    apptainer: Backend, tmp_path: Path
+    apptainer: Backend, open_folder: Path, tmp_path: Path
 ) -> None:
     os.chmod(tmp_path, 0o700)
-    with pytest.raises(ValueError, match="image must be where every user can come"):
-        await apptainer.start(SandboxSpec(image=tempfile.mkdtemp(dir=tmp_path)))
+    inside = open_folder / "inside.sif"
+    (tmp_path / "image").mkdir()
+    inside.symlink_to(tmp_path / "image")
+    (own := open_folder / "own.sif").touch(0o600)
+    for image_, closed in ((inside, tmp_path), (own, own)):
+        with pytest.raises(ValueError, match=f"readable by every user .*: {closed} is closed"):
+            await apptainer.start(SandboxSpec(image=str(image_)))
 
 
 def test_a_missing_back_end_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

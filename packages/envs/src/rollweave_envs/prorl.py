@@ -9,8 +9,9 @@ converse in messages (`token_level_generation` is false).
 
 Invariants: each stage of a plug-in runs on a thread and an event loop of its own, as in
 ProRL's server, so that a plug-in that blocks delays nobody else; the runtime that
-`init` returned is closed before `eval`, and also if a stage fails or is cancelled; a
-result with a `critical_error` is a failure, never a reward.
+`init` returned is closed before `eval`, and also if a stage fails or is cancelled, even
+if `init` returns long after its cancellation; a result with a `critical_error` is a
+failure, never a reward.
 """
 
 import asyncio
@@ -55,6 +56,9 @@ that a plug-in's own limit is high here.
 
 MODEL = "openai/rollweave"
 """Name of the model in a plug-in's requests, in the form of LiteLLM."""
+
+ADDRESS = ("base_url", "api_key")
+"""Fields of `llm_config` that say where the agent answers."""
 
 RECORDED = ("messages", "tools")
 """Fields of a plug-in's results that are left out of `final_result`, because the
@@ -112,11 +116,15 @@ class ProRL:
         """Load the plug-in. Raises ConfigError that names the option."""
         del instances, held_out  # used by `make_task`
         self._plugin = _plugin(handler)
-        self._agent_config = {**AGENT, **(agent_config or {})}
-        self._llm_config = {"model": MODEL, **(llm_config or {})}
+        self._agent_config = {**AGENT, **_fields(agent_config, "agent_config")}
+        self._llm_config = {"model": MODEL, **_fields(llm_config, "llm_config", *ADDRESS)}
         self._reward = _reward(reward) if reward else None
-        self._id, self._stage = "", _Stage()
+        self._id = ""
+        self._stages: list[_Stage] = []
         self._details: Any = None
+        self._taking = threading.Lock()
+        self._told = False
+        """True once the plug-in's callback has had the exception of `run`."""
         self._result: dict[str, Any] = {}
 
     async def init(self, job: Job) -> None:
@@ -138,9 +146,13 @@ class ProRL:
             ),
         )
         details = self._details
-        details.runtime, details.metadata, details.config = await self._apart(
-            lambda: self._plugin.init(job_details=details, sid=self._id)
-        )
+
+        async def prepared() -> None:
+            # The runtime is kept here, since a cancelled stage loses what it returns.
+            details.runtime, *rest = await self._plugin.init(job_details=details, sid=self._id)
+            details.metadata, details.config = rest
+
+        await self._apart(prepared)
 
     async def run(self, agent: Agent) -> None:
         """Call the plug-in's `run`, which converses at the agent's address."""
@@ -152,17 +164,26 @@ class ProRL:
             )
         except Exception as error:
             # an agent that has used up its turns is evaluated nevertheless
+            self._told = True
             details.run_results = await self._failed("run", error)
             raise
 
     async def close(self) -> None:
-        """Close the runtime after the end of the stage that is under way."""
-        await self._stage.ended()
+        """Close the runtime after the end of all stages that are under way."""
+        for stage in self._stages:
+            await stage.ended()
         if (runtime := self._taken()) is not None:
             await self._apart(lambda: _closed(runtime))
 
     def kill(self) -> None:
-        """Close the runtime without waiting."""
+        """Close the runtime without waiting, and again when a stage ends that may still
+        start one.
+        """
+        self._drop()
+        for stage in self._stages:
+            stage.then(self._drop)
+
+    def _drop(self) -> None:
         if (runtime := self._taken()) is not None:
             _in_thread(lambda: _closed(runtime), f"close {self._id}")
 
@@ -188,7 +209,8 @@ class ProRL:
 
     async def run_exception(self, error: Exception) -> Score | None:
         """Return the reward of a failed `run` if the plug-in's callback gives one."""
-        del error  # the callback has had it
+        if not self._told:  # `run` was cancelled, for example at a time limit
+            await self._failed("run", error)
         return _score_of_failure(self._details.results)
 
     async def eval_exception(self, error: Exception) -> Score | None:
@@ -221,7 +243,8 @@ class ProRL:
             return None
 
         async def described() -> Any:
-            return getattr(self._plugin, f"{stage}_exception")(self._details, error)
+            result = getattr(self._plugin, f"{stage}_exception")(self._details, error)
+            return await result if inspect.isawaitable(result) else result
 
         self._details.results = results = await self._apart(described)
         self._result = _plain(results)
@@ -231,13 +254,15 @@ class ProRL:
         """Return the runtime that is to be closed, once; None if there is none."""
         if self._details is None:
             return None
-        runtime, self._details.runtime = self._details.runtime, None
+        with self._taking:
+            runtime, self._details.runtime = self._details.runtime, None
         return runtime
 
     async def _apart(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await a stage on an event loop of its own in a thread."""
-        self._stage = _Stage()
-        return await self._stage.awaited(call, self._id)
+        stage = _Stage()
+        self._stages.append(stage)
+        return await stage.awaited(call, self._id)
 
 
 class _Stage:
@@ -269,6 +294,11 @@ class _Stage:
         if self._done is not None:
             await _over(self._done)
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Make the call, in any thread, once the stage has ended."""
+        if self._done is not None:
+            self._done.add_done_callback(lambda _: call())
+
 
 async def _over(done: "concurrent.futures.Future[Any]") -> None:
     """Wait until a call in a thread has ended, in whatever way."""
@@ -299,9 +329,14 @@ def _in_thread(call: Callable[[], Awaitable[T]], name: str) -> "concurrent.futur
     def work() -> None:
         try:
             with asyncio.Runner() as runner:
-                done.set_result(runner.run(awaited(), context=context))
-        except BaseException as error:  # of foreign code, which may raise anything
-            done.set_exception(error)
+                try:
+                    done.set_result(runner.run(awaited(), context=context))
+                except BaseException as error:  # of foreign code, which may raise anything
+                    done.set_exception(error)
+                # The loop's end waits for what the call has left running.
+        except BaseException as error:
+            if not done.done():  # the loop could not begin
+                done.set_exception(error)
 
     threading.Thread(target=work, name=f"prorl {name}", daemon=True).start()
     return done
@@ -309,10 +344,15 @@ def _in_thread(call: Callable[[], Awaitable[T]], name: str) -> "concurrent.futur
 
 async def _closed(runtime: Any) -> None:
     """Close a runtime of OpenHands, and the threads of its event stream."""
-    for part in (runtime, getattr(runtime, "event_stream", None)):
-        close = getattr(part, "close", None)
-        if close is not None and inspect.isawaitable(closing := close()):
-            await closing
+    async with contextlib.AsyncExitStack() as parts:
+        for part in (getattr(runtime, "event_stream", None), runtime):
+            if (close := getattr(part, "close", None)) is not None:
+                parts.push_async_callback(_called, close)
+
+
+async def _called(close: Callable[[], Any]) -> None:
+    if inspect.isawaitable(closing := close()):
+        await closing
 
 
 def score_of(results: Any, stage: str) -> Score:
@@ -325,7 +365,7 @@ def score_of(results: Any, stage: str) -> Score:
     reward = results.get("reward", solved)
     if not isinstance(reward, int | float):
         raise RewardError(
-            f"{stage} must return a number as reward, or resolved, got {sorted(results)}"
+            f"{stage} must return a number as reward, or resolved, got {sorted(map(str, results))}"
         )
     return Score(
         reward=float(reward),
@@ -342,12 +382,31 @@ def _score_of_failure(results: Any) -> Score | None:
 
 
 def _plain(results: Any) -> dict[str, Any]:
-    """Return results as JSON values, without the conversation."""
+    """Return results as JSON values, without the conversation. Results that JSON cannot
+    hold are an error in their place, since a reward does not depend on them.
+    """
     if not isinstance(results, Mapping):
         return {}
     kept = {name: value for name, value in results.items() if name not in RECORDED}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"error": f"the plug-in's result must be JSON: {type_name(error)}: {text_of(error)}"}
     return plain
+
+
+def _fields(given: Any, option: str, *ours: str) -> dict[str, Any]:
+    """Return the fields of an option. Raises ConfigError if it is no table, or has a
+    field of ours.
+    """
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"options.{option} must be a table, got {type_name(given)}")
+    fields = dict(given or {})
+    if taken := [name for name in ours if name in fields]:
+        raise ConfigError(
+            f"options.{option} must leave {' and '.join(ours)} to the run, got {', '.join(taken)}"
+        )
+    return fields
 
 
 def _theirs(module: str, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:

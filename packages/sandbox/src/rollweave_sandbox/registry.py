@@ -330,16 +330,16 @@ class Apptainer(_Launched):
 
 def _check_way(path: str) -> None:
     """Raise ValueError if we are root and the runtime, which then has another uid,
-    cannot reach the image.
+    cannot read the image.
     """
     if os.getuid() == 0:
-        closed = next(
-            (str(parent) for parent in Path(path).parents if not parent.stat().st_mode & 0o001),
-            None,
-        )
+        real = Path(path).resolve()
+        needed = dict.fromkeys([*Path(path).parents, *real.parents], 0o001)
+        needed[real] = 0o005 if real.is_dir() else 0o004
+        closed = next((at for at, mode in needed.items() if at.stat().st_mode & mode != mode), None)
         if closed is not None:
             raise ValueError(
-                "image must be where every user can come for apptainer by root, got "
+                "image must be readable by every user if root uses apptainer, got "
                 f"{path!r}: {closed} is closed"
             )
 

@@ -560,6 +560,7 @@ class Supervisor:
             _arrange(fds[0], fds[1])
             _limit(request.get("rlimits"))
             if request["argv"]:
+                os.chdir("/")  # the user may not enter our folder, nor the sandbox see its path
                 os.execve(request["argv"][0], request["argv"], request["env"])
             self._enter(request)
         except BaseException as error:
