@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from rollweave import Decoding
 from rollweave.schema.serving import EngineSpec
-from rollweave.schema.work import Decoding
 from rollweave_service import EngineRequest, RolloutRequest, Rollouts
 from rollweave_service.adapters.engine import TrainedEngine
 from rollweave_service.adapters.rows import Row, row_of
