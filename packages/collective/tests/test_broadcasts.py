@@ -146,6 +146,19 @@ def test_a_group_that_cannot_form_costs_one_line(
     assert send(sender, members, 2) == [1, 1]
 
 
+def test_a_store_that_cannot_be_reached_is_given_up_within_the_deadline(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example behind a firewall. Torch alone would try for 300 s."""
+    member, right = Member(CPU, wait_s=1.0), senders.open_store
+    sender._wait_s = 1.0
+    send(sender, [member], 0)
+    monkeypatch.setattr(senders, "open_store", lambda host: (right(host)[0], "127.0.0.1:1"))
+    before = time.monotonic()
+    assert send(sender, [member], 1) == [0]
+    assert time.monotonic() - before < LIMIT_S
+
+
 def test_refuses_what_it_does_not_keep_and_who_does_not_know_the_secret(sender: Sender) -> None:
     member = Member(CPU, wait_s=2.0)
     with version(1) as publication, version(2) as other:
