@@ -38,7 +38,8 @@ LIMIT_S = 60.0
 def sender() -> Iterator[Sender]:
     made = Sender("127.0.0.1", CPU, wait_s=5.0, gather_s=5.0)
     yield made
-    made.close()
+    if made._thread.is_alive():
+        made.close()
 
 
 def read_all(members: list[Member], manifest: WeightManifest) -> list[str]:
@@ -71,6 +72,10 @@ def test_every_bit_arrives_and_the_group_stays(
     assert group is not None
     assert group.size == 4
     assert sender.doubts() == ()
+    closed: list[Group] = []
+    monkeypatch.setattr(Group, "close", lambda group: closed.append(group))
+    sender.close()
+    assert closed == [group]
 
 
 def test_an_empty_version(sender: Sender) -> None:
@@ -144,6 +149,19 @@ def test_a_group_that_cannot_form_costs_one_line(
     )
     monkeypatch.undo()
     assert send(sender, members, 2) == [1, 1]
+
+
+def test_a_store_that_cannot_be_reached_is_given_up_within_the_deadline(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example behind a firewall. Torch alone would try for 300 s."""
+    member, right = Member(CPU, wait_s=1.0), senders.open_store
+    sender._wait_s = 1.0
+    send(sender, [member], 0)
+    monkeypatch.setattr(senders, "open_store", lambda host: (right(host)[0], "127.0.0.1:1"))
+    before = time.monotonic()
+    assert send(sender, [member], 1) == [0]
+    assert time.monotonic() - before < LIMIT_S
 
 
 def test_refuses_what_it_does_not_keep_and_who_does_not_know_the_secret(sender: Sender) -> None:

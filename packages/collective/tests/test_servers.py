@@ -162,6 +162,23 @@ async def test_a_broadcast_that_breaks_ends_the_server(
     sender.close()
 
 
+async def test_a_group_that_hangs_is_given_up_by_name(
+    fake: tuple[FakeVllm, GroupControl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, over = Sender("127.0.0.1", CPU, make_root=FakeRoot), threading.Event()
+    monkeypatch.setattr(sender, "_server_s", 0.05)
+    monkeypatch.setattr(FakeRoot, "send", lambda root, tensors: over.wait(20.0))
+    manifest = sender.offer((publication := version(1)).manifest)
+
+    async def nothing(info: dict[str, Any]) -> None: ...
+
+    text = r"the trainer refused: .* the group did not receive them within 0\.05 s"
+    with publication, pytest.raises(WeightsError, match=text):
+        await Server(2).bring(manifest, begin=nothing, receive=nothing)
+    over.set()
+    sender.close()
+
+
 async def test_a_trainer_without_a_gpu_and_a_version_of_another_source(
     fake: tuple[FakeVllm, GroupControl],
 ) -> None:

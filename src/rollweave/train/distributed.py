@@ -44,6 +44,9 @@ COLLECTIVE_S = 1800.0
 of its ranks is lost, or if a step takes too long.
 """
 
+STORE_S = 300.0
+"""Maximum seconds to connect to the store of rank 0."""
+
 STORE_BACKLOG = 1024
 """Maximum number of ranks that connect to the store at the same moment."""
 
@@ -159,10 +162,13 @@ def open_store(address: str) -> tuple[TCPStore, str]:
     return store, f"{address}:{port}"
 
 
-def join_store(where: str) -> TCPStore:
-    """Connect to the store of rank 0."""
+def join_store(where: str, *, timeout_s: float = STORE_S) -> TCPStore:
+    """Connect to the store of rank 0, which is tried again until `timeout_s` have
+    passed. Raises RuntimeError.
+    """
     host, _, port = where.rpartition(":")
-    return TCPStore(host, int(port), is_master=False)
+    limit = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(host, int(port), is_master=False, timeout=limit)
 
 
 def join_ranks(

@@ -117,11 +117,19 @@ def test_an_answer_that_is_no_result_is_a_failure(
         result(method, ["a"])
 
 
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (np.arange(2), r"Encoding objects of type numpy\.ndarray"),
+        ([b"red"], "Object of type bytes is not JSON serializable"),
+        ([0.5, float("nan")], "Out of range float values"),
+    ],
+)
 def test_arguments_that_json_does_not_have_are_not_sent(
-    method: UrlMethod, platform: Platform
+    method: UrlMethod, platform: Platform, value: object, error: str
 ) -> None:
-    with pytest.raises(TypeError, match=r"Encoding objects of type numpy\.ndarray"):
-        method.execute({"answers": np.arange(2)})
+    with pytest.raises(TypeError, match=rf"Elsewhere\.score: the arguments must be JSON: {error}"):
+        method.execute({"answers": value})
     assert platform.requests == []
 
 

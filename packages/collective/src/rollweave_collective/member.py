@@ -78,7 +78,7 @@ class Member:
         if group is None or group.number != answer.group:
             self._leave()
             group = self._group = Group(
-                join_store(answer.store),
+                join_store(answer.store, timeout_s=self._wait_s),
                 answer.rank,
                 answer.size,
                 number=answer.group,

@@ -174,6 +174,8 @@ class Sender:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._group is not None:
+            self._group.close()
         self._keep(frozenset())
 
     def _add(self, served: ServedPart) -> None:
@@ -270,8 +272,12 @@ class Sender:
         # it may hang in NCCL for ever, and is left there then
         threading.Thread(target=send, name="weights to a server", daemon=True).start()
         await channel.send(begun)
-        async with asyncio.timeout(self._server_s):
-            await _wait(channel, sent)
+        try:
+            async with asyncio.timeout(self._server_s):
+                await _wait(channel, sent)
+        except TimeoutError:
+            what = f"the group did not receive them within {self._server_s:g} s"
+            raise WeightsError(what) from None
         self._roots[join.member] = root
 
     async def _gather(self, current: Round) -> None:

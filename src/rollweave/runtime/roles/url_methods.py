@@ -3,6 +3,7 @@ Listing 1).
 """
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from rollweave.io.loop_thread import LoopThread
 from rollweave.rollout.http_service import HttpService, ServiceError
 from rollweave.runtime.roles.worker import GRACE_S, URL_S, Declaration
 from rollweave.schema.rollouts import PAYLOAD_BYTES
+
+BYTES = (bytes, bytearray, memoryview)
+"""Types that would be sent as text in base64."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -55,9 +59,13 @@ class UrlMethod:
 
     def execute(self, arguments: Mapping[str, Any]) -> msgspec.Raw:
         """Execute a call, and return its encoded result. Raises ServiceError if there
-        is none in time, and TypeError for arguments that JSON does not have. Any thread
-        may call.
+        is none in time, and TypeError for arguments that JSON does not have, such as
+        bytes and NaN. Any thread may call.
         """
+        try:
+            json.dumps(msgspec.to_builtins(arguments, builtin_types=BYTES), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{self._name}: the arguments must be JSON: {error}") from None
         return self._loop.call(self._ask(arguments))
 
     def close(self) -> None:

@@ -415,6 +415,10 @@ WITHOUT_EFFECT = (
         ),
     ),
     Conflict("pools.site", _without("cluster")),
+    Conflict(
+        "ablation.changes=no_deltas pools.site",
+        _beside("weights.transport", "collective", why="which has no relays"),
+    ),
     Conflict("workers.pool", _without("workers.count")),
     # Algorithms, task domains, rewards and evaluations.
     Conflict(_all("critic", CriticConfig), _unless_estimator(*OF_CRITIC)),

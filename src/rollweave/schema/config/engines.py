@@ -55,7 +55,7 @@ class EngineConfig(Section):
     pool: str | None = Field(
         None, description="Pool of hosts on which they run; unset: bandwidth (docs/CLUSTER.md)."
     )
-    phase: EnginePhase | Literal["either"] = Field(
+    phase: Literal["both", "prefill", "decode", "either"] = Field(
         "both",
         description="decode: the engine samples, and prefill engines compute prompts for it, from "
         "which the KV moves, where that saves time; prefill: it samples nothing; both: it "
