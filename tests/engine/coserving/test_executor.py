@@ -243,7 +243,7 @@ def test_weights_are_read_while_serving_computes(
 
     rollout, model = models["llama"]
     tensors = dict(model.state_dict())
-    monkeypatch.setattr("rollweave.engine.core.read_tensors", read)
+    monkeypatch.setattr("rollweave.engine.staging.read_tensors", read)
     with lending(models["qwen3"][0], tmp_path) as lender:
         borrower = ready(Borrower(lender.socket, borrowed(rollout)))
         borrower.send(s.Load(manifest=manifest(3)))
