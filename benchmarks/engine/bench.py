@@ -148,7 +148,7 @@ def _case(
     subject: ModelCase, scratch: Path, python: str | None, stack: ExitStack, *, eager: bool
 ) -> Case:
     """Save the model, unless it is a checkpoint, and start its server."""
-    model, folder = model_of(subject), str(subject.path or scratch)
+    model, folder = model_of(subject), str((subject.path or scratch).absolute())
     scratch.mkdir()
     if subject.path is None:
         model.save_pretrained(scratch)
