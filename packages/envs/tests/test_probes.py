@@ -4,7 +4,9 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,13 @@ NAMES = [
     "test_f.FTest.test_truth",
     "test_f.LaterTest.test_waits",
 ]
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe leaves its working folder, which outside of a sandbox nobody removes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 def test_probes_contain_no_expected_value() -> None:
