@@ -27,7 +27,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
@@ -120,7 +120,7 @@ class ProRL:
         self._llm_config = {"model": MODEL, **_fields(llm_config, "llm_config", *ADDRESS)}
         self._reward = _reward(reward) if reward else None
         self._id = ""
-        self._stages: list[_Stage] = []
+        self._stages: list[_Stage[Any]] = []
         self._details: Any = None
         self._taking = threading.Lock()
         self._told = False
@@ -260,62 +260,48 @@ class ProRL:
 
     async def _apart(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await a stage on an event loop of its own in a thread."""
-        stage = _Stage()
+        stage = _Stage(call, self._id)
         self._stages.append(stage)
-        return await stage.awaited(call, self._id)
+        return await stage.result()
 
 
-class _Stage:
-    """A call of a plug-in on a thread. One that was never begun has ended."""
+class _Stage(Generic[T]):
+    """A call of a plug-in on a thread, which begins at once."""
 
-    def __init__(self) -> None:
-        self._done: concurrent.futures.Future[Any] | None = None
+    def __init__(self, call: Callable[[], Awaitable[T]], name: str) -> None:
+        self._begun: concurrent.futures.Future[Callable[[], Any]] = concurrent.futures.Future()
+        self._done = _in_thread(lambda: self._run(call), name)
 
-    async def awaited(self, call: Callable[[], Awaitable[T]], name: str) -> T:
-        """Return the result of the call; cancel it if this call is cancelled."""
-        begun: concurrent.futures.Future[Callable[[], Any]] = concurrent.futures.Future()
+    async def _run(self, call: Callable[[], Awaitable[T]]) -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine of a loop runs in a task"
+        self._begun.set_result(functools.partial(loop.call_soon_threadsafe, task.cancel))
+        return await call()
 
-        async def run() -> T:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None, "a coroutine of a loop runs in a task"
-            begun.set_result(functools.partial(loop.call_soon_threadsafe, task.cancel))
-            return await call()
-
-        self._done = done = _in_thread(run, name)
+    async def result(self) -> T:
+        """Return the result of the call; cancel the call if this wait is cancelled."""
         try:
-            await _over(done)
+            await self.ended()
         except asyncio.CancelledError:
-            begun.add_done_callback(lambda cancel: _unless_closed(cancel.result()))
+            self._begun.add_done_callback(lambda cancel: _unless_closed(cancel.result()))
             raise
-        return done.result()
+        return self._done.result()
 
     async def ended(self) -> None:
         """Wait for the end of the call, which after a cancellation may be late."""
-        if self._done is not None:
-            await _over(self._done)
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        self.then(lambda: _unless_closed(lambda: loop.call_soon_threadsafe(ended.set)))
+        await ended.wait()
 
     def then(self, call: Callable[[], None]) -> None:
         """Make the call, in any thread, once the stage has ended."""
-        if self._done is not None:
-            self._done.add_done_callback(lambda _: call())
+        self._done.add_done_callback(lambda _: call())
 
 
-async def _over(done: "concurrent.futures.Future[Any]") -> None:
-    """Wait until a call in a thread has ended, in whatever way."""
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def tell(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # our loop is closed
-            loop.call_soon_threadsafe(ended.set)
-
-    done.add_done_callback(tell)
-    await ended.wait()
-
-
-def _unless_closed(cancel: Callable[[], Any]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and the call has ended
-        cancel()
+def _unless_closed(tell: Callable[[], Any]) -> None:
+    """Tell an event loop something, unless the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        tell()
 
 
 def _in_thread(call: Callable[[], Awaitable[T]], name: str) -> "concurrent.futures.Future[T]":
