@@ -32,6 +32,7 @@ class Timed(World):
     def execute(self, command: c.Command) -> None:
         if isinstance(command, c.TrainStep):
             self.trainer_step += 1
+            self.weights.trained()
             self.numbers += 1
             saving = self.core.state.trainer.saving is not None
             self.later(

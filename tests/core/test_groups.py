@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollweave.core import groups
+from rollweave.core import groups, training
 from rollweave.core.policy.redundancy import BARREN_BATCHES, FILTERED_BATCHES
 from rollweave.core.run import Run
-from rollweave.core.state import Group, GroupStatus, Stage, Trajectory
+from rollweave.core.state import Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema import commands as c
+from rollweave.schema import events as e
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.work import Measures, Purpose, StopReason
 from tests.support.kinds import of
@@ -290,6 +291,29 @@ def test_members_that_are_too_old_leave_an_active_group() -> None:
     expected = [Stage.ENDED, Stage.SCORED, Stage.CLOSING, Stage.RUN, Stage.QUEUED]
     assert stages(run, group) == expected
     assert run.state.counters.dropped == {StopReason.STALE: 1}
+
+
+@pytest.mark.parametrize("published", [4, 1])
+def test_what_discarded_weights_sampled_grows_old_though_versions_reach_their_number(
+    published: int,
+) -> None:
+    """The trainer was at step 4 and is back at step 1."""
+    run = rolling_out(size=2, mode="bounded")
+    group = group_of(run, 1.0, 0.0)
+    group.status = GroupStatus.BUFFERED
+    del run.state.drawing.active[group.id]
+    run.state.buffer[group.id] = None
+    for name in group.members:
+        run.state.trajectories[name].initiated = 2
+    window = run.mode.window
+    assert window == 1, "the window of the test's numbers"
+    run.state.trainer.step, run.state.publication.version = 4, published
+    run.state.trainer.status = TrainerStatus.STARTING
+    training.on_ready(run, e.TrainerReady(epoch=0, step=1))
+    assert list(run.state.buffer) == [group.id], "one step beyond the trainer's, which it shares"
+    run.state.trainer.step = 2
+    groups.drop_expired(run)
+    assert list(run.state.buffer) == ([] if published == 4 else [group.id])
 
 
 def test_members_that_are_too_old_leave_a_buffered_group() -> None:

@@ -234,6 +234,7 @@ def test_an_attempt_keeps_no_versions_that_its_trainer_lost_before() -> None:
     assert first.past.kept == Kept(attempt=0, initiated=1, version=2)
     assert second.past.kept is None
     first.stage = Stage.QUEUED
+    run.state.trainer.step = 4
     continuation.take(run, first, 3)
     assert first.past.restored_to is None, "the next attempt is of this lineage alone"
 

@@ -34,6 +34,38 @@ for a duration.
 """
 
 
+class Lineage:
+    """All weights that a trainer ever had, as a tree: the slow reference for staleness.
+    Each step adds a child; a restored trainer goes on from an ancestor.
+    """
+
+    def __init__(self) -> None:
+        self.parents = [-1]  # by weights; those of the start have none
+        self.current = [0]  # the trainer's weights by version
+        self.newest = {0: 0}  # the last weights with each version's number
+
+    def trained(self) -> None:
+        self.parents.append(self.current[-1])
+        self.current.append(len(self.parents) - 1)
+        self.newest[len(self.current) - 1] = self.current[-1]
+
+    def restored(self, step: int) -> None:
+        del self.current[step + 1 :]
+
+    def of(self, version: int) -> int:
+        """Return the weights that an engine has which reports `version`."""
+        return self.current[version] if version < len(self.current) else self.newest[version]
+
+    def age(self, weights: int) -> int:
+        """Return the steps from these weights back to the trainer's way, and on to the
+        trainer's weights.
+        """
+        back = 0
+        while weights not in self.current:
+            weights, back = self.parents[weights], back + 1
+        return back + len(self.current) - 1 - self.current.index(weights)
+
+
 class World:
     def __init__(
         self,
@@ -87,7 +119,10 @@ class World:
         self.commands: list[list[c.Command]] = []
         self.trained: dict[int, list[str]] = {}
         self.trained_versions: list[tuple[int, int]] = []
+        self.ages: list[int] = []  # of trained trajectories, by the tree of all weights
         self.initiated: dict[str, int] = {}
+        self.weights = Lineage()
+        self.sampled_by: dict[str, int] = {}  # the weights at launch, by trajectory
         self.engine_degrees = {str(slot.id): slot.degree for slot in first_engines(config)}
         self.engine_groups = {str(slot.id): slot.group for slot in first_engines(config)}
         self.splits = any(group.phase in ("prefill", "either") for group in config.engines)
@@ -408,6 +443,10 @@ class World:
             self.step()
         return self.finish
 
+    def launched(self, command: c.StartInit) -> None:
+        self.initiated[command.trajectory_id] = command.initiated_version
+        self.sampled_by[command.trajectory_id] = self.weights.of(command.initiated_version)
+
     def fails(self) -> bool:
         return self.random.random() < self.failure
 
@@ -425,7 +464,7 @@ class World:
                 self.later(e.GroupSubmitted(group_id=command.group_id, task=task), 0.0)
             case c.StartInit():
                 assert command.worker in (self.ready_workers or {""}), f"{command} to no worker"
-                self.initiated[command.trajectory_id] = command.initiated_version
+                self.launched(command)
                 self.records.begin(command)
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 if self.fails():
@@ -799,8 +838,10 @@ class World:
                     self.trained[command.step] += group.trajectory_ids
                     for member in group.trajectory_ids:
                         self.trained_versions.append((command.step, self.initiated[member]))
+                        self.ages.append(self.weights.age(self.sampled_by[member]))
                 if command.part == command.parts - 1:
                     self.trainer_step += 1
+                    self.weights.trained()
                 self.batches += 1
                 self.numbers = self.batches
                 self.later(
@@ -888,6 +929,7 @@ class World:
                     restored or 0,
                     0 if restored is None else self.checkpoints[restored],
                 )
+                self.weights.restored(self.trainer_step)
                 self.trained = {
                     step: ids for step, ids in self.trained.items() if step < self.trainer_step
                 }

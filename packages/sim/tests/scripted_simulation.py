@@ -79,7 +79,7 @@ class Scripted(World):
         match command:
             case c.StartInit():
                 key = (command.trajectory_id, command.attempt)
-                self.initiated[command.trajectory_id] = command.initiated_version
+                self.launched(command)
                 self.starts[key] = command
                 plan = self.doing[key] = Table().plan(
                     index=int(command.group_id[1:]),

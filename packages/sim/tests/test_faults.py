@@ -47,8 +47,8 @@ def test_a_seed_determines_its_report() -> None:
 
 @pytest.mark.extended
 def test_workers_that_come_and_go_are_lost() -> None:
-    assert scenario(11).workers.elastic
-    assert search(11).faults["worker lost"]
+    assert scenario(3).workers.elastic
+    assert search(3).faults["worker lost"]
 
 
 @pytest.mark.extended

@@ -10,9 +10,11 @@ long pause. One rule holds for attempts of every purpose. Invariant: a trajector
 
 from collections.abc import Collection
 
+from msgspec.structs import replace
+
 from rollweave.core.policy.modes import Mode, acceptable
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Kept, Stage, State, Trajectory
+from rollweave.core.state import Kept, State, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Continuation, Evict
 from rollweave.schema.work import Purpose
@@ -59,7 +61,7 @@ def continuable(state: State) -> list[tuple[TrajectoryId, int, str]]:
     """
     attempts = []
     for trajectory in state.trajectories.values():
-        if trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED):
+        if trajectory.launched:
             attempts.append((trajectory.id, trajectory.attempt, trajectory.past.life))
         elif trajectory.past.kept is not None:
             attempts.append((trajectory.id, trajectory.past.kept.attempt, trajectory.past.life))
@@ -68,12 +70,10 @@ def continuable(state: State) -> list[tuple[TrajectoryId, int, str]]:
 
 def keep(run: Run, trajectory: Trajectory) -> None:
     """Keep the attempt, which was lost and is recorded, for the next one."""
-    version = trajectory.past.restored_to
-    trajectory.past.kept = None
-    if trajectory.initiated >= 0 and (version is None or trajectory.initiated <= version):
-        trajectory.past.kept = Kept(
-            attempt=trajectory.attempt, initiated=trajectory.initiated, version=version
-        )
+    past, version, initiated = trajectory.past, trajectory.past.restored_to, trajectory.initiated
+    past.kept = None
+    if initiated >= 0 and (version is None or initiated <= version):
+        past.kept = Kept(attempt=trajectory.attempt, initiated=initiated, version=version)
 
 
 def keep_if_recorded(
@@ -121,16 +121,10 @@ def restored(run: Run, step: int) -> None:
     mean other weights.
     """
     for trajectory in run.state.trajectories.values():
-        if trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED):
-            before = trajectory.past.restored_to
-            trajectory.past.restored_to = step if before is None else min(before, step)
-        kept = trajectory.past.kept
-        if kept is not None and (kept.version is None or kept.version > step):
-            trajectory.past.kept = (
-                Kept(attempt=kept.attempt, initiated=kept.initiated, version=step)
-                if kept.initiated <= step
-                else None
-            )
+        past, before = trajectory.past, trajectory.past.restored_to
+        past.restored_to = step if before is None else min(before, step)
+        if (kept := past.kept) is not None and (kept.version is None or kept.version > step):
+            past.kept = replace(kept, version=step) if kept.initiated <= step else None
 
 
 def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuation | None]:
@@ -138,8 +132,9 @@ def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuati
     version at which that one was launched, and the continuation. The attempt's
     staleness is counted from the version.
     """
-    kept, trajectory.past.kept, trajectory.past.restored_to = trajectory.past.kept, None, None
-    trajectory.past.continues = False
+    past, step = trajectory.past, run.state.trainer.step
+    kept, past.kept, past.continues = past.kept, None, False
+    past.restored_to = step if launch > step else None  # an engine still has discarded weights
     if kept is None or not may_continue(
         kept.initiated,
         launch=launch,
@@ -148,6 +143,6 @@ def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuati
         purpose=run.state.groups[trajectory.group_id].purpose,
     ):
         return launch, None
-    trajectory.past.continues = True
+    past.continues = True
     run.state.counters.continued += 1
     return kept.initiated, Continuation(attempt=kept.attempt, version=kept.version)

@@ -361,7 +361,7 @@ def _drop_stale(run: Run, group: Group, version: int, reason: StopReason) -> Non
         member
         for member in members
         if member.stage is not Stage.QUEUED  # else it is not launched yet
-        and not acceptable(member.initiated, version, run.mode.window)
+        and not acceptable(member.origin, version, run.mode.window)
     ]
     if not stale:
         return

@@ -9,7 +9,7 @@ never which mode it is.
 from collections.abc import Iterator
 
 from rollweave.core import evaluation, weights
-from rollweave.core.policy.modes import acceptable, update_now
+from rollweave.core.policy.modes import acceptable, origin, update_now
 from rollweave.core.policy.redundancy import capacity
 from rollweave.core.run import Pacing, Run
 from rollweave.core.state import Engine, EngineStatus, Trajectory
@@ -21,7 +21,8 @@ class SharedPacing(Pacing):
     """All engines load the same version, when the mode allows it."""
 
     def admits(self, run: Run, version: int) -> bool:
-        return acceptable(version, run.next_version(), run.mode.window)
+        since = origin(version, run.state.trainer.step)
+        return acceptable(since, run.next_version(), run.mode.window)
 
     def room(self, run: Run) -> int:
         """Return as many groups as the mode's window and the spare groups allow."""
@@ -30,7 +31,7 @@ class SharedPacing(Pacing):
         assert version is not None, "a mode that admits training has weights"
         room = capacity(
             window=run.mode.window,
-            serving_version=version,
+            serving_version=origin(version, state.trainer.step),
             next_version=run.next_version(),
             open_version=run.open_version(),
             groups_per_step=rollout.groups_per_step,

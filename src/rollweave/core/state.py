@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from rollweave.core.counters import Counters, Idle
+from rollweave.core.policy.modes import origin
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.engines import EnginePhase
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -120,7 +121,7 @@ class Past(msgspec.Struct):
     kept: Kept | None = None  # the attempt that the next one may continue
     continues: bool = False  # this attempt continues an earlier one
     life: str = ""  # the controller's life in which the last attempt was launched
-    # earliest step to which the trainer was restored during the attempt
+    # earliest step to which the trainer was restored since the attempt began
     restored_to: int | None = None
 
 
@@ -149,6 +150,11 @@ class Trajectory(msgspec.Struct):
     started: bool = False  # counted as started
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
     past: Past = msgspec.field(default_factory=Past)
+
+    @property
+    def origin(self) -> int:
+        """The version from which the attempt's staleness counts."""
+        return origin(self.initiated, self.past.restored_to)
 
     @property
     def launched(self) -> bool:

@@ -93,7 +93,8 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     lost, before = max(0, trainer.step - event.step), _discarded(run)
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
-    continuation.restored(run, event.step)
+    if state.publication.version > event.step:  # which is discarded
+        continuation.restored(run, event.step)
     for step in [step for step in state.checkpoints.lineage if step >= event.step]:
         groups.return_to_buffer(run, state.checkpoints.lineage.pop(step), trained=True)
     groups.drop_expired(run)
@@ -135,7 +136,7 @@ def take_batch(run: Run) -> None:
         return
     if unmeasured := run.pacing.unmeasured(run, wanted):
         trainer.measuring = unmeasured
-        refs = _refs([state.groups[group_id] for group_id in unmeasured])
+        refs = _refs(run, [state.groups[group_id] for group_id in unmeasured])
         run.emit(MeasureGroups(step=trainer.step, part=trainer.parts_done, groups=refs))
         _enter(run, TrainerStatus.MEASURING)
         return
@@ -146,14 +147,8 @@ def take_batch(run: Run) -> None:
         del state.buffer[group.id]
         groups.enter(run, group, GroupStatus.TAKEN)
         trainer.batch.append(group.id)
-    run.emit(
-        TrainStep(
-            step=trainer.step,
-            part=trainer.parts_done,
-            parts=run.minibatches_per_step,
-            groups=_refs(taken),
-        )
-    )
+    step, part, parts = trainer.step, trainer.parts_done, run.minibatches_per_step
+    run.emit(TrainStep(step=step, part=part, parts=parts, groups=_refs(run, taken)))
     _enter(run, TrainerStatus.TRAINING)
 
 
@@ -173,9 +168,18 @@ def may_take(run: Run) -> bool:
     return evaluation is None or evaluation.started or run.pacing.evaluates_on_one_engine
 
 
-def _refs(batch: list[Group]) -> tuple[GroupRef, ...]:
+def _refs(run: Run, batch: list[Group]) -> tuple[GroupRef, ...]:
     return tuple(
-        GroupRef(id=group.id, name=group.name, trajectory_ids=tuple(group.chosen))
+        GroupRef(
+            id=group.id,
+            name=group.name,
+            trajectory_ids=tuple(group.chosen),
+            restored_to={
+                one: step
+                for one in group.chosen
+                if (step := run.state.trajectories[one].past.restored_to) is not None
+            },
+        )
         for group in batch
     )
 
@@ -228,11 +232,9 @@ def _count_trained(run: Run) -> None:
         groups.enter(run, group, GroupStatus.TRAINED)
         counters.trained += len(group.chosen)
         for member in group.chosen:
-            initiated = state.trajectories[member].initiated
-            assert acceptable(initiated, trainer.step, run.mode.window), (
-                "the staleness bound is strict"
-            )
-            age = staleness(initiated, trainer.step)
+            origin = state.trajectories[member].origin
+            assert acceptable(origin, trainer.step, run.mode.window), "staleness is bounded"
+            age = staleness(origin, trainer.step)
             counters.staleness[age] = counters.staleness.get(age, 0) + 1
 
 
@@ -250,16 +252,11 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     groups.return_to_buffer(run, taken, trained=False)
     _enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
-        good = (
-            f"step {state.checkpoints.newest}"
-            if trainer.saving is None
-            else f"step {trainer.saving}, which is being written"
-        )
-        state.error = (
-            state.error
-            or f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: "
-            f"{good}"
-        )
+        good = f"step {state.checkpoints.newest}"
+        if trainer.saving is not None:
+            good = f"step {trainer.saving}, which is being written"
+        text = f"step {event.step}: {event.error}; batch of groups {names}"
+        state.error = state.error or f"{text}; last good checkpoint: {good}"
     else:
         restart(run, f"step {event.step} failed: {event.error}")
 

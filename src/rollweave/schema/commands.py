@@ -5,6 +5,8 @@ The docstring of each command names the events that may answer it. No command fa
 silently: a command that cannot be executed is answered by the failing event.
 """
 
+from msgspec import field
+
 from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.training import LengthContext
@@ -372,12 +374,16 @@ class RemoveRelay(TaggedStruct, frozen=True, kw_only=True):
 # Trainer.
 
 
-class GroupRef(Struct, frozen=True, kw_only=True):
-    """A buffered group, and its trajectories that are trained on."""
+class GroupRef(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A buffered group, and its trajectories that are trained on. `restored_to` has the
+    trajectories that may have tokens of discarded weights, with the step to which the
+    trainer was restored since: later versions of their tokens are of those weights.
+    """
 
     id: GroupId
     name: str
     trajectory_ids: tuple[TrajectoryId, ...]
+    restored_to: dict[TrajectoryId, int] = field(default_factory=dict)
 
 
 class TrainStep(TaggedStruct, frozen=True, kw_only=True):

@@ -4,8 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.core.policy.modes import Mode, Update, acceptable, preset, staleness, update_now
+from rollweave.core.policy.modes import (
+    Mode,
+    Update,
+    acceptable,
+    origin,
+    preset,
+    staleness,
+    update_now,
+)
 from rollweave.schema.config.rollout import ModeName
+from tests.support.random_world import Lineage
 
 
 @given(initiated=st.integers(0, 50), trained_at=st.integers(0, 50), window=st.integers(0, 5))
@@ -15,6 +24,29 @@ def test_staleness_is_the_distance_between_the_versions(
     assert acceptable(initiated, trained_at, window) == (staleness(initiated, trained_at) <= window)
     assert staleness(initiated, trained_at) == staleness(trained_at, initiated)
     assert acceptable(initiated, initiated, window)
+
+
+@given(trained=st.lists(st.integers(1, 5), min_size=1, max_size=5), data=st.data())
+def test_staleness_counts_the_way_back_from_discarded_weights(
+    trained: list[int], data: st.DataObject
+) -> None:
+    """Staleness is the way between two weights in the tree of all of them."""
+    tree = Lineage()
+    sampled: list[tuple[int, int, int | None]] = []  # weights, version, restored_to
+    for steps in trained:
+        for _ in range(steps):
+            tree.trained()
+            version = data.draw(st.integers(0, len(tree.current) - 1))
+            sampled.append((tree.of(version), version, None))
+        back = data.draw(st.integers(0, len(tree.current) - 1))
+        tree.restored(back)
+        sampled = [
+            (weights, version, back if before is None else min(before, back))
+            for weights, version, before in sampled
+        ]
+        step = len(tree.current) - 1
+        for weights, version, restored_to in sampled:
+            assert step - origin(version, restored_to) == tree.age(weights)
 
 
 def test_the_presets_are_those_of_the_design() -> None:

@@ -38,7 +38,9 @@ def batch_in(store: TrajectoryStore, *, seen_s: float = 0.0) -> StoredBatch:
         parts=2,
         groups=tuple(
             StoredGroup(
-                id=group, env="lake", members=tuple(member_of(next(entries)) for _ in range(size))
+                id=group,
+                env="lake",
+                members=tuple(member_of(next(entries), None) for _ in range(size)),
             )
             for group, size in GROUPS.items()
         ),
@@ -64,6 +66,32 @@ def test_a_rank_trains_on_what_the_store_has(stored: StoredBatch) -> None:
     assert [each for group in batch.groups for each in group.trajectories] == expected
     assert stored.nbytes > 8 * len(ids()) * len(LONG)
     assert len(sent) < 0.01 * stored.nbytes
+
+
+def test_tokens_of_discarded_weights_are_as_old_as_the_way_back_from_them(
+    stored: StoredBatch,
+) -> None:
+    """Else they would count as fresh when the new weights have their number, and their
+    log-probs would be compared with those of other weights.
+    """
+    group = stored.groups[0]
+    whole = executed(stored)
+    assert isinstance(whole, TrainOn)
+    before = whole.batch.groups[0].trajectories[0]
+    versions = [one.version for sequence in before.sequences for one in sequence.segments]
+    newest = max(versions)
+    members = tuple(
+        msgspec.structs.replace(member, restored_to=newest - 2) for member in group.members
+    )
+    group = msgspec.structs.replace(group, members=members)
+    command = executed(msgspec.structs.replace(stored, groups=(group, *stored.groups[1:])))
+    assert isinstance(command, TrainOn)
+    after = command.batch.groups[0].trajectories[0]
+    assert after.initiated_version == min(before.initiated_version, newest - 4)
+    assert [one.version for sequence in after.sequences for one in sequence.segments] == [
+        newest - 4 if version == newest else version for version in versions
+    ]
+    assert command.batch.groups[1] == whole.batch.groups[1]
 
 
 def test_a_measurement_reads_the_same_groups(stored: StoredBatch) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollweave.core.policy.modes import origin
 from rollweave.io.disk import AppendFile
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir, new_identity, write_identity
@@ -94,24 +95,24 @@ class SimMetrics:
         assert self._before is not None, "watched"
         counted = CounterSnapshot.of(world.core.state, world.clock.now)
         scored = [
-            world.rollouts.scored[member]
+            (world.rollouts.scored[member], group.restored_to.get(member))
             for command, _ in self._parts
             for group in command.groups
             for member in group.trajectory_ids
         ]
-        ages = Counter(step - item.initiated for item in scored)
+        ages = Counter(step - origin(item.initiated, back) for item, back in scored)
         self.event(
             "step",
             step=step,
             reward={},
             success={},
             trajectories=len(scored),
-            batch_tokens=sum(item.tokens for item in scored),
-            turns_mean=sum(item.turns for item in scored) / max(1, len(scored)),
+            batch_tokens=sum(item.tokens for item, _ in scored),
+            turns_mean=sum(item.turns for item, _ in scored) / max(1, len(scored)),
             staleness={str(age): ages[age] for age in sorted(ages)},
             trainer={
                 "train_s": sum(seconds for _, seconds in self._parts),
-                "trained_tokens": float(sum(item.tokens for item in scored)),
+                "trained_tokens": float(sum(item.tokens for item, _ in scored)),
             },
             **counted.since(self._before),
             engines={},

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 
+from rollweave.core.policy.modes import origin
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -113,7 +114,10 @@ class SimTrainer:
         return {"tokens": sum(lengths), "context": sum(spans)}
 
     def _measures(self, group: c.GroupRef, step: int) -> Measures:
-        age = max(abs(step - self._scored[member].initiated) for member in group.trajectory_ids)
+        age = step - min(
+            origin(self._scored[member].initiated, group.restored_to.get(member))
+            for member in group.trajectory_ids
+        )
         ratio = random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age))
         entropy = random.Random(f"entropy/{group.id}/{step}").expovariate(1 / ENTROPY_NATS)
         error = random.Random(f"td_error/{group.id}/{step}").expovariate(1 / TD_ERROR)

@@ -6,7 +6,7 @@ full and once in the surviving lineage, from trajectories in the store, within t
 staleness bound; requested checkpoints exist.
 """
 
-from rollweave.core.policy.modes import preset
+from rollweave.core.policy.modes import origin, preset
 from rollweave.core.policy.redundancy import MIN_MEMBERS
 from rollweave.record.summary import Summary
 from rollweave.schema import commands as c
@@ -78,7 +78,8 @@ class TrainerOracle:
                 )
             for member in members:
                 assert member in self._scored, f"{member} to train on is not in the store"
-                age = abs(command.step - self._scored[member].initiated)
+                initiated = self._scored[member].initiated
+                age = abs(command.step - origin(initiated, group.restored_to.get(member)))
                 allowed = self._window is None or age <= self._window
                 assert allowed, f"{member} is {age} steps old, at most {self._window} are allowed"
         ids = [group.id for group in command.groups]

@@ -27,11 +27,21 @@ from rollweave.schema.config.rollout import ModeName
 def staleness(initiated: int, trained_at: int) -> int:
     """Return the number of steps between the two versions.
 
-    After a trainer was restored to an earlier step, `initiated` may be the larger one:
-    the trajectory then comes from weights of a lost lineage, and its staleness is the
-    absolute difference.
+    After a trainer was restored to an earlier step, an engine may still have the larger
+    version `initiated`, of discarded weights: its staleness is the absolute difference.
     """
     return abs(trained_at - initiated)
+
+
+def origin(version: int, restored_to: int | None) -> int:
+    """Return the version from which the staleness of what `version` sampled counts, if
+    the trainer was restored to step `restored_to` since.
+
+    The trainer's way from discarded weights leads back to that step first: weights that
+    were n steps beyond it count as n steps before it. The new weights that will have
+    their number are others.
+    """
+    return version if restored_to is None or version <= restored_to else 2 * restored_to - version
 
 
 def acceptable(initiated: int, trained_at: int, window: int | None) -> bool:

@@ -133,9 +133,7 @@ def _check_groups(run: Run) -> None:
         assert len(group.chosen) <= run.group_sizes[group.name], group
     for group_id in state.buffer if state.drawing.swept_for_version == version else ():
         for member in state.groups[group_id].chosen:
-            assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (
-                group_id
-            )
+            assert acceptable(state.trajectories[member].origin, version, run.mode.window), group_id
 
 
 def _check_measured(run: Run) -> None:

@@ -10,8 +10,9 @@ controller has written it. A rank waits for a record for at most `SEEN_S`.
 import time
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
+from rollweave.core.policy.modes import origin
 from rollweave.record.store import StoredAttempt, read_unscored
 from rollweave.schema.base import GroupId, Struct, TaggedStruct
 from rollweave.schema.errors import CorruptJournalError
@@ -38,6 +39,7 @@ class StoredMember(Struct, frozen=True, kw_only=True, array_like=True):
     stop_reason: StopReason
     blame: Blame
     rewards: dict[str, float]
+    restored_to: int | None = None  # as in GroupRef
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True):
@@ -71,7 +73,7 @@ class StoredBatch(TaggedStruct, frozen=True, kw_only=True):
 RankCommand = TrainerCommand | StoredBatch
 
 
-def member_of(entry: StoredAttempt) -> StoredMember:
+def member_of(entry: StoredAttempt, restored_to: int | None) -> StoredMember:
     """Return the reference to a trajectory that has a score."""
     assert entry.score is not None, "only scored trajectories are trained on"
     return StoredMember(
@@ -83,7 +85,28 @@ def member_of(entry: StoredAttempt) -> StoredMember:
         stop_reason=entry.score.stop_reason,
         blame=entry.score.blame,
         rewards=entry.score.rewards,
+        restored_to=restored_to,
     )
+
+
+def of_lineage(trajectory: Trajectory, restored_to: int | None) -> Trajectory:
+    """Return the trajectory with versions from which its staleness counts, where the
+    trainer was restored to step `restored_to` since.
+    """
+    if restored_to is None:
+        return trajectory
+    sequences = tuple(
+        replace(
+            sequence,
+            segments=tuple(
+                replace(segment, version=origin(segment.version, restored_to))
+                for segment in sequence.segments
+            ),
+        )
+        for sequence in trajectory.sequences
+    )
+    initiated = origin(trajectory.initiated_version, restored_to)
+    return replace(trajectory, initiated_version=initiated, sequences=sequences)
 
 
 def executed(command: RankCommand) -> TrainerCommand | TrainFailed:
@@ -128,8 +151,8 @@ def _read(directory: Path, member: StoredMember, until: float) -> Trajectory:
             if time.monotonic() > until:
                 raise
         else:
-            return msgspec.structs.replace(
-                trajectory,
+            return replace(
+                of_lineage(trajectory, member.restored_to),
                 reward=member.reward,
                 success=member.success,
                 stop_reason=member.stop_reason,

@@ -21,7 +21,7 @@ import msgspec
 from rollweave.core import attempts, evaluation, weights
 from rollweave.core.mechanisms.lengths.index import index_of, reindex, work_of
 from rollweave.core.mechanisms.placement.assignment import Placement
-from rollweave.core.policy.modes import acceptable
+from rollweave.core.policy.modes import acceptable, origin
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -172,16 +172,13 @@ def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
 def _launching(run: Run) -> list[Engine]:
     """The engines that launch training trajectories now."""
     other, batches = awaited_weights(run), _batch_sizes(run)
-    next_version, window, published = (
-        run.next_version(),
-        run.mode.window,
-        run.state.publication.id,
-    )
+    next_version, window = run.next_version(), run.mode.window
+    step, published = run.state.trainer.step, run.state.publication.id
     return [
         engine
         for engine in _with_capacity(run)
         if not engine.leaving
-        and acceptable(engine.version, next_version, window)
+        and acceptable(origin(engine.version, step), next_version, window)
         and (
             batch_of(run, engine).launched < batches[engine.id]
             or (

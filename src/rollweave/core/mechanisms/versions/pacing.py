@@ -54,7 +54,7 @@ def _views(run: Run) -> list[Experience]:
             Experience(
                 id=group_id,
                 arrived=arrived,
-                initiated=min(member.initiated for member in members),
+                initiated=min(member.origin for member in members),
                 rewards=tuple(member.reward or 0.0 for member in members),
                 tokens=sum(member.tokens for member in members),
                 measures=group.measures or Measures(),
