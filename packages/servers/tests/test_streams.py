@@ -187,6 +187,8 @@ NO_LOGPROBS = {"choices": [{"token_ids": [6]}]}
 OTHER_TOKENS = {
     "choices": [{"token_ids": [6], "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]}}]
 }
+ONE = [("default", 0, 1)]
+SIX = vllm_part(6, spans=ONE)
 FAULTS: list[tuple[Handle, str]] = [
     (cut, "is still there, but its answer to /inference/v1/generate broke off"),
     (refused, "status 404: .*no such model"),
@@ -200,10 +202,15 @@ FAULTS: list[tuple[Handle, str]] = [
     (streams(vllm_part(6), vllm_part(100)), r"must be in \[0, 100\), got 100 to 100"),
     (streams(vllm_part(6), vllm_part(-50)), r"must be in \[0, 100\)"),
     (streams(vllm_part(*range(9))), "it gave 9 tokens, max_tokens is 8"),
-    (streams(LAST, vllm_part(9)), "continues after its finish reason"),
+    (
+        streams(vllm_part(6, finish="stop", spans=ONE), vllm_part(9)),
+        "continues after its finish reason",
+    ),
     (streams(vllm_part(6), LAST), r"must cover its 2 tokens in order"),
     (streams(vllm_part(6), {"error": {"message": "out of memory"}}), "failed: out of memory"),
     (streams(vllm_part(6, spans=[("4", 0, 1)])), "of version 4, which it has not had"),
+    (streams(SIX, SIX), "version spans must cover its 2 tokens in order"),
+    (streams(SIX, vllm_part(8, spans=ALL)), "version spans must cover its 2 tokens in order"),
 ]
 
 
@@ -368,7 +375,7 @@ async def test_a_turn_that_starts_over_reports_nothing() -> None:
 
 def answer_of(dialect: OwnDialect) -> StreamedAnswer:
     asked = request(count=1000)
-    dialect.encode_streamed(asked)
+    dialect.encode_streamed(asked, every=1)
     return StreamedAnswer(dialect.parts(asked), asked, vocab=100)
 
 
