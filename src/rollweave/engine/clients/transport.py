@@ -360,8 +360,7 @@ class Transport:
                 if not scope.expired():
                     raise
                 raise EngineError(
-                    f"{self._name} did not continue its answer to {path} within "
-                    f"{silence_s:g} s"
+                    f"{self._name} did not continue its answer to {path} within {silence_s:g} s"
                 ) from None
             if not part:
                 return

@@ -162,6 +162,39 @@ def begin_load(run: Run, engine: Engine) -> None:
     batch.launched, batch.peak_kv = 0 if newest else batch_size(run, engine), None
 
 
+def launched_sibling(run: Run, trajectory: Trajectory) -> Trajectory | None:
+    """The first other member of the group that is bound to weights and not too old;
+    None if there is none.
+    """
+    members = run.state.groups[trajectory.group_id].members
+    siblings = (run.state.trajectories[name] for name in members if name != trajectory.id)
+    next_version, window = run.next_version(), run.mode.window
+    return next(
+        (
+            sibling
+            for sibling in siblings
+            if weights_of(run, sibling) >= 0 and acceptable(sibling.initiated, next_version, window)
+        ),
+        None,
+    )
+
+
+def launch_beside(run: Run, trajectory: Trajectory, sibling: Trajectory) -> bool:
+    """Launch the trajectory under the weights of a member of its group: on an engine
+    that serves them, although it may have its whole batch, else it waits until an
+    engine has loaded them again. Return False if that can no longer be.
+    """
+    bound = weights_of(run, sibling)
+    if not (weights.is_obtainable(run, bound) or is_loaded_or_loading(run, bound)):
+        return False
+    run.part(Versions).trajectories[trajectory.id] = bound
+    assign(run, trajectory)
+    assigned = work_of(run, trajectory).assigned_engine
+    if assigned is not None:
+        batch_of(run, run.state.engines[assigned]).launched += 1
+    return True
+
+
 def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
     """Launch the trajectory on this engine."""
     work_of(run, trajectory).assigned_engine = engine.id
