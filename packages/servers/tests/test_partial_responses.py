@@ -21,7 +21,7 @@ from packages.servers.tests.server_engines import (
     are_sampled,
     started,
 )
-from packages.servers.tests.test_streams import (
+from packages.servers.tests.streamed import (
     begin,
     connected,
     event,
@@ -40,15 +40,20 @@ from rollweave.engine.clients.streams import (
     moved_delta,
     remaining_request,
 )
-from rollweave.rollout.turn_parts import PartialTurn
-from rollweave.schema import events as e
+from rollweave.rollout.turn_parts import PartialTurn, ProgressReporter
+from rollweave.rollout.turns import Turns
 from rollweave.schema import serving as s
+from rollweave.schema.base import EngineId, GroupId, TaskId
+from rollweave.schema.commands import StartInit, StartTurn
 from rollweave.schema.errors import EngineError
+from rollweave.schema.events import Event, TurnFailed
+from rollweave.schema.rollouts import AnswerTurn, StreamTurn, TurnAsked
+from rollweave.schema.work import Purpose, Task
 from rollweave_servers.reports import ProgressReports
 from rollweave_servers.sglang import OwnSglang
 from rollweave_servers.vllm import OwnVllm
 from tests.engine.clients.wire import Exchange, serving
-from tests.rollout.test_partial import Stage, settle
+from tests.support.pipelines import TRAJECTORY, NoSpans
 
 UNREAD: dict[str, float] = {"report_s": s.PROGRESS_S}
 
@@ -270,6 +275,44 @@ def weights(tmp_path: Path) -> Weights:
     return Weights(tmp_path)
 
 
+def begun() -> StartInit:
+    return StartInit(
+        trajectory_id=TRAJECTORY,
+        attempt=0,
+        group_id=GroupId("g0"),
+        member=0,
+        task=Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted"),
+        purpose=Purpose.TRAIN,
+        initiated_version=0,
+    )
+
+
+def asked(count: int) -> TurnAsked:
+    return TurnAsked(
+        trajectory_id=TRAJECTORY,
+        attempt=0,
+        turn=0,
+        base=0,
+        kept=0,
+        tokens=PROMPT,
+        sampling=s.Sampling(temperature=0.0, max_tokens=count),
+        budget_s=600.0,
+        reward=0.0,
+    )
+
+
+def started_on(engine: str, dispatch: int) -> StartTurn:
+    return StartTurn(
+        trajectory_id=TRAJECTORY,
+        attempt=0,
+        turn=0,
+        engine_id=EngineId(engine),
+        rank=0.0,
+        dispatch=dispatch,
+        resume=True,
+    )
+
+
 async def test_a_turn_continues_where_a_killed_server_has_left_it(
     weights: Weights, tmp_path: Path
 ) -> None:
@@ -288,27 +331,37 @@ async def test_a_turn_continues_where_a_killed_server_has_left_it(
             started(weights, tmp_path, attached_spec(ports[0])) as (one, _),
             started(weights, other, attached_spec(ports[1], run="h:/other")) as (two, _),
         ):
-            stage = Stage()
-            stage.engines |= {"e0": one, "e1": two}
-            task = stage.ask(s.Sampling(temperature=0.0, max_tokens=count), PROMPT)
-            await settle()
-            stage.start("e0", 0)
+            events, answers = list[Event](), asyncio.Queue[AnswerTurn | StreamTurn]()
+            turns = Turns(
+                command=begun(),
+                engine={"e0": one, "e1": two}.get,  # type: ignore[arg-type]
+                post=events.append,
+                clock=asyncio.get_running_loop().time,
+                spans=NoSpans(),
+                answer=answers.put_nowait,
+                progress=ProgressReporter(events.append),
+            )
+            turns.request(asked(count))
+            turns.start(started_on("e0", 0))
             async with asyncio.timeout(60):
                 while not (stalled.exists() and stalled.read_text()):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             os.kill(first.pid, signal.SIGKILL)
             await one.lost
-            turn = stage.turns._open
+            turn = turns._open
             assert turn is not None
             arrived = turn.known.partial
             assert arrived is not None
             assert len(arrived.tokens) == int(stalled.read_text())
-            stage.start("e1", 1, resume=True)
-            answer = (await task).result
+            turns.start(started_on("e1", 1))
+            answered = await answers.get()
+    assert isinstance(answered, AnswerTurn)
+    answer = answered.result
+    assert answer is not None
     assert answer.resumed_tokens == len(arrived.tokens)
     assert answer.tokens[: len(arrived.tokens)] == arrived.tokens
     assert answer.logprobs[: len(arrived.tokens)] == arrived.logprobs
     assert answer.versions == (s.VersionSpan(start=0, end=len(answer.tokens), version=0),)
     assert len(answer.tokens) == count or answer.finish is s.FinishReason.STOP
     await are_sampled(weights, 0, PROMPT, answer.tokens, answer.logprobs)
-    assert not stage.of(e.TurnFailed)
+    assert not [event for event in events if isinstance(event, TurnFailed)]

@@ -117,13 +117,17 @@ class ServerEngine:
         self._suspended = False
         self._waiting: dict[str, GenerateRequest] = {}
         self._reports: dict[str, tuple[OnTokens, float]] = {}
-        """What takes the tokens of a request, and the seconds that they may wait."""
+        """The function that takes the tokens of each request, and the seconds for which
+        they may wait.
+        """
         self._progress = ProgressReports(reply)
         self._times, self._updated = UpdateTimes(), False
         self._brought_s = 0.0
         self._asking: asyncio.Task[None] | None = None
         """The last request for the server's metrics, made at `_asked_at`."""
         self._asked_at = 0.0
+        self._kv_used: int | None = None
+        """Tokens in the KV of the server's requests, by its last answer."""
         self._version, self._label = spec.version, "default"
         self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
@@ -388,10 +392,12 @@ class ServerEngine:
         now = asyncio.get_running_loop().time()
         if self._asking is None or self._asking.done():
             self._asking, self._asked_at = self._spawn(self._ask(), "heartbeat"), now
-        self._reply(Beating(doing="a request for the server's metrics", for_s=now - self._asked_at))
+        doing, for_s = "a request for the server's metrics", now - self._asked_at
+        self._reply(Beating(doing=doing, for_s=for_s, kv_used=self._kv_used))
 
     async def _ask(self) -> None:
-        await self._control.gauges()
+        share = (await self._control.gauges()).get("kv_share")
+        self._kv_used = None if share is None else round(share * self._spec.kv_tokens)
 
     async def _control_all(self) -> NoReturn:
         while True:
