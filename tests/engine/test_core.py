@@ -631,6 +631,7 @@ def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
     count = len(PROMPTS[0])
     assert beating.doing == f"a step of 0 sequences and {count} prompt tokens"
     assert beating.for_s >= 7.0
+    assert beating.kv_used
     go_on.set()
     assert isinstance(replies.get(timeout=60), s.Generated)
     engine.post(s.Shutdown())

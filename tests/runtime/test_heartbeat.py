@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from rollweave.runtime.supervisors.engines import Manifests
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights
-from rollweave.schema.events import EngineLost, EngineSlot
+from rollweave.schema.events import EngineLost, EngineSlot, KvReported
 from rollweave.schema.serving import Beating, LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
 from tests.support.migration import A, B, staged
@@ -61,6 +63,25 @@ async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: P
         assert engines[A, 0].lost.done(), "it was killed"
         await engines[B, 0].answered.wait()
         assert len(await stage.until(EngineLost)) == 1
+
+
+@pytest.mark.parametrize("reports", [True, False])
+async def test_the_kv_in_use_is_posted_with_heartbeats_where_it_is_wanted(
+    tmp_path: Path, reports: bool
+) -> None:
+    """An engine that stays idle posts nothing, nor does one that does not know."""
+    engines: dict[tuple[EngineId, int], BeatingEngine] = {}
+    async with staged(supervisor_of(engines, set()), tmp_path, **BEAT, reports_kv=reports) as stage:
+        for used in (None, 0, 48, 0):
+            engines[A, 0].doing = Beating(kv_used=used)
+            engines[A, 0].beats, engines[A, 0].answered = itertools.count(), asyncio.Event()
+            await engines[A, 0].answered.wait()
+        events = [event for event in stage.events if isinstance(event, KvReported)]
+        assert {(event.engine_id, event.epoch) for event in events} == (
+            {(A, 0)} if reports else set()
+        )
+        seen = [event.used for event in events]
+        assert seen == ([48] * (len(seen) - 1) + [0] if reports else [])
 
 
 async def test_an_engine_that_misses_single_heartbeats_is_not_lost(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ class Server:
             id=body["rid"], tokens=tokens, sampling=sampling, rank=float(priority)
         )
         if body["stream"]:
-            return await self.stream(request, turn)
+            return await self.stream(request, turn, params["stream_interval"])
         answer = self.engine.generate(turn)
         while not answer.done():
             await asyncio.wait({answer}, timeout=0.2)
@@ -283,8 +283,12 @@ class Server:
                 self.engine.abort(turn.id)
         return web.json_response(self.last_part(turn, answer.result(), 0))
 
-    async def stream(self, request: web.Request, turn: s.GenerateRequest) -> web.StreamResponse:
-        """Send the tokens as they are sampled: the last part has their versions."""
+    async def stream(
+        self, request: web.Request, turn: s.GenerateRequest, every: int
+    ) -> web.StreamResponse:
+        """Send the tokens as they are sampled, at least `every` in each part but the
+        first and the last one, which has the versions.
+        """
         response, parts = web.StreamResponse(), asyncio.Queue[s.TokenDelta | None]()
         answer = self.engine.generate(turn, parts.put_nowait, report_s=0.0)
         answer.add_done_callback(lambda _: parts.put_nowait(None))
@@ -294,6 +298,8 @@ class Server:
         try:
             while (delta := await parts.get()) is not None:
                 tokens, logprobs = tokens + delta.tokens, logprobs + delta.logprobs
+                if first and len(tokens) - first < every:
+                    continue
                 part = self.part(turn, tokens, logprobs, first)
                 await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
                 if not self.arguments.stream_all:

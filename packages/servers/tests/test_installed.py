@@ -21,7 +21,8 @@ def vllm_python(tmp_path: Path, *, without: str = "") -> str:
     package = tmp_path / "site" / "vllm"
     routes = [route for route in (*ROUTES, GENERATE, ABORT) if route != without]
     text = {
-        "entrypoints": "\n".join(f'@router.post("{route}")' for route in routes),
+        "entrypoints": "\n".join(f'@router.post("{route}")' for route in routes)
+        + "\nstream_interval",
         "distributed/weight_transfer": "def register_engine(): ...",
         "v1": "apply_grammar_bitmask GuidanceBackend all_stop_token_ids _preempt_request "
         "kv_holding_waiting max_num_active_reqs num_stale_output_tokens "

@@ -4,8 +4,7 @@ the ways of servers.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from packages.servers.tests.streamed import (
+    begin,
+    connected,
+    event,
+    probed,
+    request,
+    streams,
+    vllm_part,
+    write,
+)
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.engine.clients.streams import Part, StreamedAnswer
 from rollweave.schema import serving as s
@@ -22,28 +30,7 @@ from rollweave_servers.sglang import OwnSglang
 from rollweave_servers.versions import OwnDialect
 from rollweave_servers.vllm import OwnVllm
 from rollweave_servers.vllm_control import ABORT
-from tests.engine.clients.wire import Exchange, Handle, Wire, serving
-
-
-def request(id: str = "r0", *, count: int = 8, **fields: Any) -> s.GenerateRequest:
-    return s.GenerateRequest(id=id, tokens=(5,), sampling=s.Sampling(max_tokens=count), **fields)
-
-
-def vllm_part(
-    *tokens: int, finish: str | None = None, spans: Sequence[tuple[str, int, int]] | None = None
-) -> dict[str, Any]:
-    content = [{"token_id": token, "logprob": -token / 10} for token in tokens]
-    versions = None
-    if spans is not None:
-        versions = [{"version": v, "start": a, "end": b} for v, a, b in spans]
-    choice = {
-        "index": 0,
-        "finish_reason": finish,
-        "token_ids": tokens,
-        "logprobs": {"content": content},
-        "weight_versions": versions,
-    }
-    return {"choices": [choice], "usage": None}
+from tests.engine.clients.wire import Exchange, Handle, serving
 
 
 def sglang_part(count: int, *tokens: int, finish: str | None = None, **meta: Any) -> dict[str, Any]:
@@ -58,64 +45,6 @@ def sglang_part(count: int, *tokens: int, finish: str | None = None, **meta: Any
 
 ALL = [("default", 0, 3)]
 LAST = vllm_part(8, finish="length", spans=ALL)
-
-
-async def probed(exchange: Exchange) -> None:
-    logprob = -0.5 if exchange.json_body["sampling_params"]["temperature"] == 0 else -1.5
-    part = vllm_part(6, 7, finish="length", spans=[("default", 0, 2)])
-    for entry in part["choices"][0]["logprobs"]["content"]:
-        entry["logprob"] = logprob
-    exchange.send(part)
-
-
-def begin(exchange: Exchange) -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    exchange.writer.write(head)
-
-
-def write(exchange: Exchange, data: bytes) -> None:
-    """Write a chunk; an empty one ends the body."""
-    exchange.writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-
-def event(value: object) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
-def streams(*parts: object, end: bool = True) -> Handle:
-    """Stream these parts, and end the answer or leave it open."""
-
-    async def handle(exchange: Exchange) -> None:
-        assert exchange.json_body["stream"] is True
-        begin(exchange)
-        for part in parts:
-            write(exchange, part if isinstance(part, bytes) else event(part))
-        if end:
-            write(exchange, b"data: [DONE]\n\n")
-            write(exchange, b"")
-        else:
-            await exchange.writer.drain()
-            await exchange.hung_up()
-
-    return handle
-
-
-@asynccontextmanager
-async def connected(
-    wire: Wire, *, dialect: OwnDialect | None = None, **limits: float
-) -> AsyncIterator[HttpEngine]:
-    where = HttpSpec(name="vLLM", url=wire.url, vocab=100, dialect="vllm")
-    engine = HttpEngine(
-        where,
-        start_s=20.0,
-        **{"check_s": 1000.0, **limits},  # type: ignore[arg-type]
-        spoken=dialect or OwnVllm(version=-1, stop_ids=()),
-    )
-    try:
-        await engine.ready()
-        yield engine
-    finally:
-        await engine.close()
 
 
 async def test_tokens_are_reported_as_they_arrive_and_the_result_has_all() -> None:
@@ -187,6 +116,8 @@ NO_LOGPROBS = {"choices": [{"token_ids": [6]}]}
 OTHER_TOKENS = {
     "choices": [{"token_ids": [6], "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]}}]
 }
+ONE = [("default", 0, 1)]
+SIX = vllm_part(6, spans=ONE)
 FAULTS: list[tuple[Handle, str]] = [
     (cut, "is still there, but its answer to /inference/v1/generate broke off"),
     (refused, "status 404: .*no such model"),
@@ -200,10 +131,15 @@ FAULTS: list[tuple[Handle, str]] = [
     (streams(vllm_part(6), vllm_part(100)), r"must be in \[0, 100\), got 100 to 100"),
     (streams(vllm_part(6), vllm_part(-50)), r"must be in \[0, 100\)"),
     (streams(vllm_part(*range(9))), "it gave 9 tokens, max_tokens is 8"),
-    (streams(LAST, vllm_part(9)), "continues after its finish reason"),
+    (
+        streams(vllm_part(6, finish="stop", spans=ONE), vllm_part(9)),
+        "continues after its finish reason",
+    ),
     (streams(vllm_part(6), LAST), r"must cover its 2 tokens in order"),
     (streams(vllm_part(6), {"error": {"message": "out of memory"}}), "failed: out of memory"),
     (streams(vllm_part(6, spans=[("4", 0, 1)])), "of version 4, which it has not had"),
+    (streams(SIX, SIX), "version spans must cover its 2 tokens in order"),
+    (streams(SIX, vllm_part(8, spans=ALL)), "version spans must cover its 2 tokens in order"),
 ]
 
 
@@ -368,7 +304,7 @@ async def test_a_turn_that_starts_over_reports_nothing() -> None:
 
 def answer_of(dialect: OwnDialect) -> StreamedAnswer:
     asked = request(count=1000)
-    dialect.encode_streamed(asked)
+    dialect.encode_streamed(asked, every=1)
     return StreamedAnswer(dialect.parts(asked), asked, vocab=100)
 
 

@@ -42,6 +42,9 @@ PREFIX = "generate-tokens-"
 START_S = 120.0
 """Maximum seconds until the server is ready on a busy machine."""
 
+STALL_TOKENS = 64
+"""Tokens after which a stream of a server with `--stall` stops."""
+
 REASONS = {
     s.FinishReason.STOP: "stop",
     s.FinishReason.LENGTH: "length",
@@ -195,19 +198,27 @@ class VllmApp:
         """
         assert body["stream_options"] == {"include_usage": True}
         request, parts = generate_request(body), asyncio.Queue[s.TokenDelta | None]()
+        every = body["sampling_params"]["stream_interval"]
         self.live.add(request.id)
         answer = self.engine.generate(request, parts.put_nowait, report_s=0.0)
         answer.add_done_callback(lambda _: parts.put_nowait(None))
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        sent, versions = 0, tuple[s.VersionSpan, ...]()
+        sent, end, versions = 0, 0, tuple[s.VersionSpan, ...]()
+        tokens, logprobs = tuple[int, ...](), tuple[float, ...]()
         try:
             while (delta := await parts.get()) is not None:
+                assert delta.start == end
                 end = delta.start + len(delta.tokens)
                 versions = s.spans_between((*versions, *delta.versions), 0, end)
-                choice = self._choice(delta.tokens, delta.logprobs, versions, None)
-                assert delta.start == sent
+                tokens, logprobs = tokens + delta.tokens, logprobs + delta.logprobs
+                if sent and end - sent < every:
+                    continue  # the first token and each `every` tokens, as in vLLM
+                choice = self._choice(tokens[sent:], logprobs[sent:], versions, None)
                 await send(event({"choices": [choice]}))
                 sent = end
+                if self.arguments.stall and sent >= STALL_TOKENS:
+                    self.arguments.stall.write_text(str(sent))
+                    await asyncio.Event().wait()
             result = answer.result()
             rest = result.tokens[sent:], result.logprobs[sent:]
             choice = self._choice(*rest, result.versions, REASONS[result.finish])
@@ -290,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--kv-tokens", type=int, default=16384)
+    parser.add_argument("--stall", type=Path, help="the file to write when a stream stops")
     parser.add_argument("--without", default="", help="a route that is missing")
     return parser
 

@@ -25,6 +25,8 @@ class SchedulingCounters(msgspec.Struct):
     moved_engines: int = 0  # between prefill and decoding (mechanisms/ratio)
     moved_domains: int = 0  # changes of a domain's shares of pools (mechanisms/pools)
     repacked: int = 0  # trajectories moved by consolidation
+    kv_reported: int = 0  # engines that consolidation judged by the KV that they report
+    kv_estimated: int = 0  # engines that it judged by the contexts of their trajectories
     split_turns: int = 0  # whose prompts were given to prefill engines
     split_tokens: int = 0  # that these have computed
     split_failed: int = 0  # prompts that were not computed there, or whose KV did not come

@@ -489,6 +489,14 @@ class EngineCore:
             result = msgspec.structs.replace(result, state=self.runner.state(row))
         self.reply(Generated(result=result))
 
+    @property
+    def kv_used(self) -> int | None:
+        """Tokens in the KV blocks that requests hold; None before the engine is built.
+        May be read on any thread.
+        """
+        ledger: BlockLedger | None = getattr(self, "_ledger", None)
+        return None if ledger is None else ledger.used * ledger.block_tokens
+
     def stats(self) -> EngineStats:
         """Return a sample of the engine's state."""
         now = self._clock()
@@ -497,7 +505,7 @@ class EngineCore:
             version=self._version,
             running=len(self.planner.running),
             waiting=len(self.planner.waiting),
-            kv_used_tokens=self._ledger.used * self._ledger.block_tokens,
+            kv_used_tokens=self.kv_used or 0,
             kv_total_tokens=self._ledger.total * self._ledger.block_tokens,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,

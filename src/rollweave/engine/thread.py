@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import assert_never
 
+import msgspec
 import torch
 
 from rollweave.engine.batching import StepWork
@@ -168,7 +169,9 @@ class EngineThread:
     def post(self, command: EngineCommand) -> None:
         """Queue a command. A heartbeat is answered at once."""
         if isinstance(command, Beat):
-            self.core.reply(self._activity.beating())
+            self.core.reply(
+                msgspec.structs.replace(self._activity.beating(), kv_used=self.core.kv_used)
+            )
         else:
             self._mailbox.post(command)
 

@@ -58,11 +58,9 @@ class LiveWorld:
         reply_s: float | None = None,
         checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
     ) -> None:
-        """`warn` receives the warnings of the world's parts.
-
-        `keep_partial_turns` is as in `rollout/pipeline.py`, `relayed` as in
-        `runtime/supervisors/engines.py`; `reply_s` and `checkpoint` are as in
-        `runtime/supervisors/engines.py`.
+        """`warn` receives the warnings of the world's parts. `keep_partial_turns` is as
+        in `rollout/pipeline.py`; with it, engines also report their KV. `relayed`,
+        `reply_s` and `checkpoint` are as in `runtime/supervisors/engines.py`.
         """
         life, episodes, processes = wiring.life, wiring.episodes, wiring.processes
         self.config, self.life, self._episodes, self._warn = life.config, life, episodes, warn
@@ -79,6 +77,7 @@ class LiveWorld:
             manifests=self.manifests,
             hosts=processes.hosts,
             reply_s=reply_s,
+            reports_kv=keep_partial_turns,
             slow_s=max(SLOW_S, self.config.watchdog.turn_s / 2),
             checkpoint=checkpoint,
         )

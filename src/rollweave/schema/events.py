@@ -384,6 +384,16 @@ class LendersReported(TaggedStruct, frozen=True, kw_only=True):
     lenders: tuple[Lender, ...]
 
 
+class KvReported(TaggedStruct, frozen=True, kw_only=True):
+    """The engine's turns hold the KV of `used` tokens, as the engine itself counts
+    them. Posted in mode decoupled with each heartbeat, unless it is 0 again.
+    """
+
+    engine_id: EngineId
+    epoch: int
+    used: int
+
+
 class TurnReturned(TaggedStruct, frozen=True, kw_only=True):
     """A borrowed engine gave the turn back, because serving needs its memory or its
     time. This is not a failure: the turn continues elsewhere with the tokens that it
@@ -714,6 +724,7 @@ Event = (
     | EngineJoined
     | EngineRegistered
     | LendersReported
+    | KvReported
     | TurnReturned
     | EngineWithdrawn
     | EngineSuspended

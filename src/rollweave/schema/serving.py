@@ -631,11 +631,13 @@ class Sampled(TaggedStruct, frozen=True, kw_only=True):
 
 class Beating(TaggedStruct, frozen=True, kw_only=True):
     """A heartbeat: what the engine is doing, and for how many seconds; "" if it does
-    nothing.
+    nothing. `kv_used` is the number of tokens in the KV that its turns hold now; None
+    if it is not known.
     """
 
     doing: str = ""
     for_s: float = 0.0
+    kv_used: int | None = None
 
 
 class KvExported(TaggedStruct, frozen=True, kw_only=True):

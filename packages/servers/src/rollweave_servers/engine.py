@@ -116,13 +116,18 @@ class ServerEngine:
         self._adapters: AdapterMerger | None = None
         self._suspended = False
         self._waiting: dict[str, GenerateRequest] = {}
-        self._on_tokens: dict[str, OnTokens] = {}
+        self._reports: dict[str, tuple[OnTokens, float]] = {}
+        """The function that takes the tokens of each request, and the seconds for which
+        they may wait.
+        """
         self._progress = ProgressReports(reply)
         self._times, self._updated = UpdateTimes(), False
         self._brought_s = 0.0
         self._asking: asyncio.Task[None] | None = None
         """The last request for the server's metrics, made at `_asked_at`."""
         self._asked_at = 0.0
+        self._kv_used: int | None = None
+        """Tokens in the KV of the server's requests, by its last answer."""
         self._version, self._label = spec.version, "default"
         self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
@@ -156,16 +161,23 @@ class ServerEngine:
             if not ended.done():
                 serving.result()
         except (EngineError, OSError) as error:
-            self._reply(EngineFatal(error=await self._reason(error, ended)))
+            self._lost(await self._reason(error, ended))
         else:
             if ended.done():
-                self._reply(EngineFatal(error=ended.result()))
+                self._lost(ended.result())
         finally:
             self._server.kill()
             for task in (serving, *self._tasks):
                 task.cancel()
             await asyncio.gather(serving, *self._tasks, return_exceptions=True)
             await ended
+
+    def _lost(self, reason: str) -> None:
+        """Report the loss of the server, and before it the tokens that have arrived:
+        other engines continue from them.
+        """
+        self._progress.flush()
+        self._reply(EngineFatal(error=reason))
 
     async def _reason(self, error: Exception, ended: "asyncio.Task[str]") -> str:
         """Return why the server is lost: a call that breaks off because the server has
@@ -291,13 +303,10 @@ class ServerEngine:
     def _add(self, request: GenerateRequest, report_s: float | None) -> None:
         """Send a request, but not to a paused server, where an abort may not find
         it.
-
-        Only an answer that a client reads meanwhile is streamed: each step of a stream
-        costs the server an event for each of its turns.
         """
         self._live.add(request.id)
-        if report_s is not None and report_s <= STREAM_S:
-            self._on_tokens[request.id] = self._progress.of(request.id, report_s)
+        if report_s is not None:
+            self._reports[request.id] = self._progress.of(request.id, report_s), report_s
         if self._suspended:
             self._waiting[request.id] = request
         else:
@@ -339,16 +348,17 @@ class ServerEngine:
         del self._ranks[request_id]
 
     def _send(self, request: GenerateRequest) -> None:
-        answer = self._http.generate(request, self._on_tokens.get(request.id))
+        on_tokens, report_s = self._reports.get(request.id, (None, STREAM_S))
+        answer = self._http.generate(request, on_tokens, report_s=report_s)
         answer.add_done_callback(lambda done: self._answered(request.id, done))
 
     def _answered(self, request_id: str, answer: "asyncio.Future[GenerateResult]") -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if isinstance(error, EngineLostError):
+            return  # the reason is reported for all, after the tokens that have arrived
         self._forget(request_id)
         if answer.cancelled():
             return
-        error = answer.exception()
-        if isinstance(error, EngineLostError):
-            return  # the reason is reported for all
         if error is None:
             result = answer.result()
         else:
@@ -357,7 +367,7 @@ class ServerEngine:
 
     def _forget(self, request_id: str) -> None:
         self._live.discard(request_id)
-        self._on_tokens.pop(request_id, None)
+        self._reports.pop(request_id, None)
         self._progress.drop(request_id)
 
     async def _move(self, command: ExportKv | ImportKv) -> None:
@@ -382,10 +392,12 @@ class ServerEngine:
         now = asyncio.get_running_loop().time()
         if self._asking is None or self._asking.done():
             self._asking, self._asked_at = self._spawn(self._ask(), "heartbeat"), now
-        self._reply(Beating(doing="a request for the server's metrics", for_s=now - self._asked_at))
+        doing, for_s = "a request for the server's metrics", now - self._asked_at
+        self._reply(Beating(doing=doing, for_s=for_s, kv_used=self._kv_used))
 
     async def _ask(self) -> None:
-        await self._control.gauges()
+        share = (await self._control.gauges()).get("kv_share")
+        self._kv_used = None if share is None else round(share * self._spec.kv_tokens)
 
     async def _control_all(self) -> NoReturn:
         while True:

@@ -72,6 +72,7 @@ NEEDED = {
         "disable_priority_preemption",
         "incremental_streaming_output",
     ),
+    "srt/sampling": ("stream_interval",),
 }
 """Routes and words that an SGLang must have, by the folder whose modules mention
 them.
@@ -189,8 +190,10 @@ class OwnSglang(Sglang):
     def encode(self, request: GenerateRequest) -> bytes:
         return self._versions.encode(request, self.fields(request))
 
-    def encode_streamed(self, request: GenerateRequest) -> bytes:
-        return self._versions.encode(request, self.fields(request) | {"stream": True})
+    def encode_streamed(self, request: GenerateRequest, *, every: int) -> bytes:
+        fields = self.fields(request) | {"stream": True}
+        fields["sampling_params"]["stream_interval"] = every
+        return self._versions.encode(request, fields)
 
     def parts(self, request: GenerateRequest) -> "SglangParts":
         return SglangParts(self, self._versions, request)

@@ -77,7 +77,7 @@ from rollweave_servers.vllm_group import BACKEND, Announced, GroupControl
 from rollweave_servers.vllm_kv import LEASE_S, NixlKv
 
 NEEDED: dict[str, tuple[str, ...]] = {
-    "entrypoints": (*ROUTES, GENERATE, ABORT),
+    "entrypoints": (*ROUTES, GENERATE, ABORT, "stream_interval"),
     "distributed/weight_transfer": ("register_engine",),
     "v1": (
         "apply_grammar_bitmask",
@@ -332,9 +332,11 @@ class OwnVllm(Vllm):
     def encode(self, request: GenerateRequest) -> bytes:
         return self._versions.encode(request, self.fields(request))
 
-    def encode_streamed(self, request: GenerateRequest) -> bytes:
-        streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        return self._versions.encode(request, self.fields(request) | streamed)
+    def encode_streamed(self, request: GenerateRequest, *, every: int) -> bytes:
+        fields = self.fields(request)
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields["sampling_params"]["stream_interval"] = every
+        return self._versions.encode(request, fields)
 
     def parts(self, request: GenerateRequest) -> "VllmParts":
         return VllmParts(self, self._versions, request)

@@ -17,12 +17,14 @@ from aiohttp import web
 
 from benchmarks.harness import free_port
 from packages.servers.tests.server_engines import (
+    PROMPT,
     Weights,
     agrees,
     all_end,
     greedy,
     started,
     streamed_tokens_are_of_the_weights_that_they_name,
+    tokens_are_sampled,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
 from packages.servers.tests.vllm_server import attached_spec, start_vllm_server
@@ -90,6 +92,24 @@ async def test_streamed_tokens_are_of_the_weights_that_they_name(
 ) -> None:
     async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
         await streamed_tokens_are_of_the_weights_that_they_name(engine, weights, until_the_end=True)
+
+
+async def test_heartbeats_have_the_kv_that_the_server_reports(
+    weights: Weights, port: int, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
+        turn = engine.generate(greedy("held", count=400))
+        await tokens_are_sampled(engine)
+        assert (await engine.suspend()).in_flight == 1
+        async with asyncio.timeout(60):
+            while not (used := (await engine.beat()).kv_used):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(PROMPT) < used < 16384
+        engine.resume()
+        await turn
+        async with asyncio.timeout(60):
+            while (await engine.beat()).kv_used:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_a_server_left_in_an_update_is_taken_over_by_its_run(

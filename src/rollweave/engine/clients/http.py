@@ -27,6 +27,7 @@ from rollweave.engine.clients.probe import (
 )
 from rollweave.engine.clients.responses import ResponseError, parse
 from rollweave.engine.clients.streams import (
+    REPORT_TOKENS,
     StreamedAnswer,
     StreamingDialect,
     merged_result,
@@ -105,6 +106,7 @@ class _Call:
     task: asyncio.Task[None] | None = None
     sent: bool = False
     on_tokens: OnTokens | None = None
+    is_read: bool = False  # a client reads the tokens while they arrive
     streamed: StreamedAnswer | None = None
 
 
@@ -186,11 +188,16 @@ class HttpEngine:
         requests is not kept.
 
         Tokens are reported by servers with a `StreamingDialect` only, as soon as they
-        arrive. Servers other than Rollweave's resume a turn as described in
+        arrive: one by one with a `report_s` of at most `STREAM_S`, else in parts of
+        `REPORT_TOKENS`. Servers other than Rollweave's resume a turn as described in
         `streams.py`.
         """
         call = _Call(
-            uuid4().hex, self._loop.create_future(), self._loop.create_future(), on_tokens=on_tokens
+            uuid4().hex,
+            self._loop.create_future(),
+            self._loop.create_future(),
+            on_tokens=on_tokens,
+            is_read=report_s <= STREAM_S,
         )
         if self.lost.done():
             call.answer.set_exception(EngineLostError(self.lost.result()))
@@ -390,8 +397,11 @@ class HttpEngine:
     ) -> tuple[GenerateResult, float]:
         """Return the checked answer to `wired`, which is what remains of `request`, and
         the seconds that it took. Tokens are reported while they arrive.
+
+        A turn that no client reads may be silent for any time, as with an answer in one
+        piece: its server may preempt it, and its parts are long.
         """
-        body = streaming.encode_streamed(wired)
+        body = streaming.encode_streamed(wired, every=1 if call.is_read else REPORT_TOKENS)
         answer = StreamedAnswer(streaming.parts(wired), wired, vocab=self._spec.vocab)
         call.streamed = answer
 
@@ -401,8 +411,10 @@ class HttpEngine:
                 call.on_tokens(moved_delta(request, delta, took_s))
 
         try:
-            took_s = await self._wire.stream(streaming.generate_path, body, on_event)
-            result = answer.result()
+            whole, took_s = await self._wire.stream(
+                streaming.generate_path, body, on_event, patient=not call.is_read
+            )
+            result = streaming.decode(wired, whole) if whole else answer.result()
             check(wired, result, vocab=self._spec.vocab)
         except ResponseError as error:
             raise ResponseError(f"{self._name}: {error}") from error

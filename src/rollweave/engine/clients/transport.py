@@ -220,26 +220,37 @@ class Transport:
         return await self._post(path, body, lambda _: self._read_body)
 
     async def stream(
-        self, path: str, body: bytes, on_event: Callable[[bytes, float], None]
-    ) -> float:
+        self,
+        path: str,
+        body: bytes,
+        on_event: Callable[[bytes, float], None],
+        *,
+        patient: bool = False,
+    ) -> tuple[bytes, float]:
         """Call `on_event` with the data of each event of a successful answer and the
-        seconds since its request was sent, and return the seconds that the answer took.
-        `on_event` may raise, which ends the answer. Requests are repeated as by `post`;
-        the pauses between them do not count.
+        seconds since its request was sent. Return the body of an answer that is not
+        streamed although that was asked for, empty otherwise, and the seconds that the
+        answer took. `on_event` may raise, which ends the answer. With `patient`, the
+        time between two parts is not bounded. Requests are repeated as by `post`; the
+        pauses between them do not count.
         """
+        silence_s = None if patient else self._silence_s
 
         def reads(began: float) -> Read:
             async def read(response: aiohttp.ClientResponse, path: str) -> bytes:
-                if response.status != 200:
+                if response.status != 200 or response.content_type == "application/json":
                     return await self._read_body(response, path)
                 await self._read_events(
-                    response, path, lambda event: on_event(event, self._loop.time() - began)
+                    response,
+                    path,
+                    lambda event: on_event(event, self._loop.time() - began),
+                    silence_s,
                 )
                 return b""
 
             return read
 
-        return (await self._post(path, body, reads))[1]
+        return await self._post(path, body, reads)
 
     async def _post(
         self, path: str, body: bytes, reads: Callable[[float], Read]
@@ -331,22 +342,25 @@ class Transport:
             ) from None
 
     async def _read_events(
-        self, response: aiohttp.ClientResponse, path: str, on_event: Callable[[bytes], None]
+        self,
+        response: aiohttp.ClientResponse,
+        path: str,
+        on_event: Callable[[bytes], None],
+        silence_s: float | None,
     ) -> None:
         """Read server-sent events until the answer ends, each within `silence_s` of the
-        one before.
+        one before; None sets no limit.
         """
         decoder, size, began = EventDecoder(), 0, False
         while True:
             try:
-                async with asyncio.timeout(self._silence_s if began else None) as scope:
+                async with asyncio.timeout(silence_s if began else None) as scope:
                     part = await response.content.readany()
             except TimeoutError:
                 if not scope.expired():
                     raise
                 raise EngineError(
-                    f"{self._name} did not continue its answer to {path} within "
-                    f"{self._silence_s:g} s"
+                    f"{self._name} did not continue its answer to {path} within {silence_s:g} s"
                 ) from None
             if not part:
                 return

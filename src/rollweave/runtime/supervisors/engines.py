@@ -36,6 +36,7 @@ from rollweave.schema.events import (
     EngineSlot,
     EngineSuspended,
     Event,
+    KvReported,
     MigrationDone,
     StagingFailed,
     WeightsLoaded,
@@ -171,9 +172,11 @@ class EngineSupervisor(TracedSupervisor[EngineProcess, Ready]):
         reply_s: float | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         slow_s: float = SLOW_S,
+        reports_kv: bool = False,
     ) -> None:
         """`reply_s` limits the reply to a heartbeat; None if another component monitors
-        the engines. `slow_s` limits one step of an engine, and its silence.
+        the engines. `slow_s` limits one step of an engine, and its silence. With
+        `reports_kv`, the KV that engines have in use is posted.
         """
         super().__init__(tasks=tasks, post=post, clock=clock, trace=trace)
         self._make = make
@@ -181,6 +184,7 @@ class EngineSupervisor(TracedSupervisor[EngineProcess, Ready]):
         self._hosts = hosts if hosts is not None else hosts_here(0)
         self._kv_over, self._migration_s = kv_over, migration_s
         self._reply_s, self._heartbeat_s, self._slow_s = reply_s, heartbeat_s, slow_s
+        self._reports_kv = reports_kv
 
     def start(self, slots: Iterable[EngineSlot]) -> None:
         """Start epoch 0 of each engine, at the beginning of a life."""
@@ -289,13 +293,17 @@ class EngineSupervisor(TracedSupervisor[EngineProcess, Ready]):
         if reply_s is None or not isinstance(backend, Beats):
             return await super()._until_lost(engine)
         most = max(MISSED_HEARTBEATS, math.ceil(self._slow_s / (reply_s + self._heartbeat_s)))
-        missed = 0
+        missed, known = 0, None
         while missed < most:
             await asyncio.wait([backend.lost], timeout=self._heartbeat_s)
             if backend.lost.done():
                 return backend.lost.result()
             beating = Beating() if engine.loading else await _beating(backend, reply_s)
             missed = missed + 1 if beating is None else 0
+            used = beating.kv_used if beating is not None and self._reports_kv else None
+            if used is not None and (used or known):  # an idle engine is journaled once
+                self._post(KvReported(engine_id=engine.slot.id, epoch=engine.epoch, used=used))
+            known = used
             if beating is not None and beating.for_s > self._slow_s:
                 return f"{beating.doing} takes more than {self._slow_s:g} s"
         return f"no answer to {most} heartbeats in a row"

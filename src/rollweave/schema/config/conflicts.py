@@ -375,7 +375,7 @@ WITHOUT_EFFECT = (
     # Modes, and where rollouts run.
     Conflict(
         f"{_all('buffer', BufferConfig)} ablation.changes=no_repack "
-        "ablation.changes=no_buffer_places",
+        "ablation.changes=no_buffer_places ablation.changes=no_mixed_groups",
         _unless("rollout.mode", "decoupled"),
     ),
     Conflict("ablation.changes=no_early_updates", _unless("rollout.mode", "bounded")),

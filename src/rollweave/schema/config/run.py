@@ -150,6 +150,7 @@ MECHANISMS = (
     "early_updates",
     "repack",
     "buffer_places",
+    "mixed_groups",
     "deltas",
     "staging",
     "prefix_cache",
@@ -185,8 +186,10 @@ class AblationConfig(Section):
         "next batch is complete, as in RollArt §6.2), no_repack (mode decoupled: the tail of an "
         "engine's batch stays), no_buffer_places (mode decoupled: engines start trajectories "
         "also where the buffer has no place left, and the stalest groups are evicted, as in "
-        "Laminar), no_deltas (relays send whole weights), no_staging (engines stop "
-        "while they receive new weights), no_prefix_cache (an engine forgets finished turns), "
+        "Laminar), no_mixed_groups (mode decoupled: all members of a group begin under the "
+        "weights of the first one, for which some wait), no_deltas (relays send whole "
+        "weights), no_staging (engines stop while they receive new weights), no_prefix_cache "
+        "(an engine forgets finished turns), "
         "no_cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
     )
 

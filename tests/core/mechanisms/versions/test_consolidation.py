@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.mechanisms.lengths.index import index_of, work_of
 from rollweave.core.mechanisms.versions import consolidation
-from rollweave.core.mechanisms.versions.binding import batch_of
+from rollweave.core.mechanisms.versions.binding import batch_of, begin_load, on_kv_reported
 from rollweave.core.mechanisms.versions.consolidation import (
     CONSOLIDATION_S,
     KV_MAX,
@@ -24,7 +24,7 @@ from rollweave.core.mechanisms.versions.consolidation import (
 from rollweave.core.run import Run
 from rollweave.core.state import Queued
 from rollweave.schema.base import EngineId
-from rollweave.schema.events import StepTime
+from rollweave.schema.events import KvReported, StepTime
 from tests.support.hand import E0, E1, Hand, decoupled_config
 from tests.support.properties import examples
 
@@ -297,6 +297,62 @@ def test_an_engines_peak_is_the_most_that_it_held() -> None:
         consolidation.run_now(run)
         peaks.append([peak_of(run, engine_id) for engine_id in (E0, E1)])
     assert peaks == [[800, 800], [900, 900], [900, 900]]
+
+
+def report(run: Run, used: int, *, epoch: int = 0) -> None:
+    for engine_id in (E0, E1):
+        on_kv_reported(run, KvReported(engine_id=engine_id, epoch=epoch, used=used))
+
+
+def judged(run: Run, *, is_waited_for: bool = True) -> tuple[int, int]:
+    return consolidation._kv_use(run, run.state.engines[E0], is_waited_for=is_waited_for)
+
+
+def test_what_an_engine_reports_decides_beside_its_last_report() -> None:
+    """It is compared with the last check, as in Algorithm 1, whoever waits."""
+    run = outdated(context=400)
+    seen = []
+    for used in (300, 500, 400, 450):
+        report(run, used)
+        report(run, 7, epoch=1)  # a former or later life of the engine says nothing
+        seen.append(judged(run, is_waited_for=used < 450))
+    assert seen == [(300, 0), (500, 300), (400, 500), (450, 400)]
+    assert peak_of(run, E0) is None
+    counted = run.state.counters.scheduling
+    assert (counted.kv_reported, counted.kv_estimated) == (4, 0)
+
+
+def test_an_engine_that_reports_nothing_is_estimated_and_a_load_forgets_reports() -> None:
+    run = outdated(context=400)
+    assert judged(run) == (800, 0)
+    assert judged(run, is_waited_for=False) == (800, 800)
+    report(run, 300)
+    assert judged(run) == (300, 0)
+    engine = run.state.engines[E0]
+    engine.loading.id = run.state.publication.id
+    begin_load(run, engine)
+    assert judged(run) == (800, 0)
+    counted = run.state.counters.scheduling
+    assert (counted.kv_reported, counted.kv_estimated) == (1, 3)
+
+
+@pytest.mark.parametrize("use", [(300, 200), (200, 300)])
+def test_only_an_engine_whose_reported_use_does_not_rise_is_consolidated(
+    use: tuple[int, int],
+) -> None:
+    run = outdated(context=1)
+    for engine in run.state.engines.values():
+        engine.abilities.max_slots = 8  # as many as both have
+    for used in use:
+        report(run, used)
+        consolidation.run_now(run)
+    assert bool(run.state.counters.scheduling.released) == (use[1] < use[0])
+
+
+def test_a_report_of_an_engine_that_is_gone_changes_nothing() -> None:
+    run = outdated(context=400)
+    on_kv_reported(run, KvReported(engine_id=EngineId("gone"), epoch=0, used=5))
+    assert judged(run) == (800, 0)
 
 
 def test_it_runs_once_in_a_period() -> None:

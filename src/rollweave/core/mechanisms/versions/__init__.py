@@ -9,7 +9,7 @@ from rollweave.core.run import Mechanism, TrainerMove
 from rollweave.core.state import Stage
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import WorldLost
+from rollweave.schema.events import KvReported, WorldLost
 
 
 def used(config: RunConfig) -> bool:
@@ -22,7 +22,7 @@ MECHANISM = Mechanism(
     used=used,
     state=Versions,
     pacing=IndependentPacing(),
-    handlers={WorldLost: binding.on_world_lost},
+    handlers={WorldLost: binding.on_world_lost, KvReported: binding.on_kv_reported},
     steps={"moves of trajectories": consolidation.check_due},
     follows={Stage.QUEUED: binding.begin_attempt, TrainerMove.PUBLISHED: consolidation.run_now},
     check=binding.check,

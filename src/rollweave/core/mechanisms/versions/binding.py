@@ -25,7 +25,7 @@ from rollweave.core.policy.modes import acceptable, origin
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.events import WorldLost
+from rollweave.schema.events import KvReported, WorldLost
 from rollweave.schema.work import Purpose
 
 
@@ -34,6 +34,8 @@ class Batch(msgspec.Struct):
 
     launched: int = 0  # trajectories
     peak_kv: int | None = None  # most KV tokens of its trajectories at earlier checks
+    reported_kv: int | None = None  # KV tokens in use, as the engine says since its load
+    checked_kv: int | None = None  # of these, what it had reported at the last check
 
 
 class Versions(msgspec.Struct):
@@ -160,6 +162,40 @@ def begin_load(run: Run, engine: Engine) -> None:
     newest = engine.loading.id == weights.newest(run, engine)
     batch = batch_of(run, engine)
     batch.launched, batch.peak_kv = 0 if newest else batch_size(run, engine), None
+    batch.reported_kv = batch.checked_kv = None
+
+
+def launched_sibling(run: Run, trajectory: Trajectory) -> Trajectory | None:
+    """The first other member of the group that is bound to weights and not too old;
+    None if there is none.
+    """
+    members = run.state.groups[trajectory.group_id].members
+    siblings = (run.state.trajectories[name] for name in members if name != trajectory.id)
+    next_version, window = run.next_version(), run.mode.window
+    return next(
+        (
+            sibling
+            for sibling in siblings
+            if weights_of(run, sibling) >= 0 and acceptable(sibling.initiated, next_version, window)
+        ),
+        None,
+    )
+
+
+def launch_beside(run: Run, trajectory: Trajectory, sibling: Trajectory) -> bool:
+    """Launch the trajectory under the weights of a member of its group: on an engine
+    that serves them, although it may have its whole batch, else it waits until an
+    engine has loaded them again. Return False if that can no longer be.
+    """
+    bound = weights_of(run, sibling)
+    if not (weights.is_obtainable(run, bound) or is_loaded_or_loading(run, bound)):
+        return False
+    run.part(Versions).trajectories[trajectory.id] = bound
+    assign(run, trajectory)
+    assigned = work_of(run, trajectory).assigned_engine
+    if assigned is not None:
+        batch_of(run, run.state.engines[assigned]).launched += 1
+    return True
 
 
 def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
@@ -445,6 +481,13 @@ def _unassigned(run: Run) -> list[Trajectory]:
     ]
     run.part(Versions).unassigned = {trajectory.id: None for trajectory in unassigned}
     return unassigned
+
+
+def on_kv_reported(run: Run, event: KvReported) -> None:
+    """Record what an engine says of its KV."""
+    engine = run.state.engines.get(event.engine_id)
+    if engine is not None and engine.epoch == event.epoch:
+        batch_of(run, engine).reported_kv = event.used
 
 
 def begin_attempt(run: Run, trajectory: Trajectory) -> None:

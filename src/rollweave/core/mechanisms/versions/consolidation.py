@@ -39,11 +39,10 @@ KV_MAX = 0.99
 class Replica(Struct, frozen=True, kw_only=True):
     """An engine with trajectories in flight, with the weights `publication_id`.
     `requests` counts all its trajectories, including trajectories at their tools or
-    waiting. They use `kv_used` of `kv_total` tokens. `kv_before` is the highest use of
-    all earlier checks since it took these weights (0 at the first): once use has
-    fallen, what is left is the tail, whose contexts still grow. (Algorithm 1 compares
-    with the last check alone, which mistakes a tail that grows between two ends for a
-    replica that fills up.)
+    waiting. They use `kv_used` of `kv_total` tokens. `kv_before` is the use at the last
+    check (0 at the first), as in Algorithm 1; or, if the use is an estimate, the
+    highest one of all earlier checks since it took these weights: once it has fallen,
+    what is left is the tail, whose contexts still grow.
     """
 
     id: EngineId
@@ -196,14 +195,9 @@ def run_now(run: Run) -> None:
             and stays
             and engine.publication_id != state.publication.id
         ):
-            held = _kv_tokens(run, engine)
-            # Use rises in the tail too, as contexts grow; an engine for which no turn
-            # waits is in its tail, and not filling up.
-            batch = batch_of(run, engine)
-            before = max(batch.peak_kv or 0, 0 if engine.id in waited_for else held)
+            held, before = _kv_use(run, engine, is_waited_for=engine.id in waited_for)
             if engine.id not in moving:
                 replicas.append(_replica(run, engine, held, before))
-            batch.peak_kv = max(batch.peak_kv or 0, held)
     if len(replicas) < 2:
         return
     moves = repack(replicas, batch_max=_batch_max(run, [replica.id for replica in replicas]))
@@ -226,15 +220,32 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
     )
 
 
+def _kv_use(run: Run, engine: Engine, *, is_waited_for: bool) -> tuple[int, int]:
+    """Return the KV tokens that the engine has in use, and those with which this use is
+    compared, and record the check.
+
+    An engine that reports its KV is judged as in Laminar §5.2: by its report, compared
+    with the report at the last check. Of another engine, contexts are an estimate, and
+    are compared with the highest estimate so far. An engine for which no turn waits is
+    then in its tail, and not filling up, although contexts grow.
+    """
+    batch, counted = batch_of(run, engine), run.state.counters.scheduling
+    if batch.reported_kv is not None:
+        counted.kv_reported += 1
+        held, before = batch.reported_kv, batch.checked_kv or 0
+        batch.checked_kv = held
+        return held, before
+    counted.kv_estimated += 1
+    held, peak = _kv_tokens(run, engine), batch.peak_kv or 0
+    batch.peak_kv = max(peak, held)
+    return held, max(peak, 0 if is_waited_for else held)
+
+
 def _kv_tokens(run: Run, engine: Engine) -> int:
     """Context tokens of all assigned trajectories, which their KV holds now or with
-    their next turn.
-
-    This is an estimate in place of Laminar's use of the KV cache: contexts are as old
-    as the last report on a turn, tokens that contexts share count several times, and
-    trajectories at their tools count, because their KV moves along. What engines say of
-    their own cache does not reach the core: it is sampled once per training step, for
-    the metrics, and covers only turns that are being sampled.
+    their next turn: an estimate of the KV in use. Contexts are as old as the last
+    report on a turn, tokens that contexts share count several times, and trajectories
+    at their tools count, because their KV moves along.
     """
     return sum(_context(trajectory) for trajectory in _assigned(run, engine.id))
 

@@ -102,9 +102,21 @@ class IndependentPacing(Pacing):
         )
 
     def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
+        sibling = None
+        if purpose is Purpose.TRAIN and "mixed_groups" in run.config.ablation.without:
+            sibling = binding.launched_sibling(run, trajectory)
+            if sibling is not None and binding.launch_beside(run, trajectory, sibling):
+                return sibling.initiated
         engine = binding.engine_for(run, purpose)
         if engine is None:
             return None
+        if sibling is not None:
+            run.warn(
+                "rollout",
+                f"group {trajectory.group_id} begins under several versions: the weights of "
+                f"version {sibling.initiated} can no longer be loaded",
+                count="mixed_group",
+            )
         binding.launch_on(run, trajectory, engine)
         return engine.version
 
