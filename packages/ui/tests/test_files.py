@@ -48,6 +48,25 @@ def test_a_file_that_was_replaced_cut_or_deleted_is_read_anew(tmp_path: Path) ->
     assert followed.lines() == ([b"five"], False)
 
 
+def test_the_reason_for_an_unreadable_file_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    followed = AppendedFile(path)
+    path.mkdir()
+    assert followed.lines() == ([], False)
+    assert followed.problem == f"{path}: must be a file, got a directory"
+    path.rmdir()
+    path.write_bytes(b"one\n")
+    assert followed.lines() == ([b"one"], False)
+    assert followed.problem == ""
+    path.unlink()
+    path.mkdir()
+    assert followed.lines() == ([], True)
+    assert followed.problem
+    path.rmdir()
+    assert followed.lines() == ([], False)
+    assert followed.problem == ""
+
+
 def test_a_replaced_file_is_read_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "small"
     followed = ReplacedFile(path)
