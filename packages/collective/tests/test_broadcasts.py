@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ from rollweave_collective import group as groups
 from rollweave_collective import sender as senders
 from rollweave_collective.group import Group
 from rollweave_collective.member import Member
+from rollweave_collective.messages import Alone, Gathered, Join, decode, next_answer
 from rollweave_collective.sender import Sender
 
 LIMIT_S = 60.0
@@ -130,6 +133,110 @@ def test_a_flipped_bit_is_noticed_and_the_version_comes_by_tcp(
     assert send(sender, members, 1) == [1, 0]
     monkeypatch.undo()
     assert send(sender, members, 2) == [2, 1]  # in a new group
+
+
+def joining(member: bytes, manifest: WeightManifest, *, group: int = 0) -> Join:
+    return Join(
+        publication_id=manifest.publication_id,
+        digest=manifest.digest,
+        member=member,
+        group=group,
+        on_gpu=False,
+    )
+
+
+async def test_who_has_gone_before_a_broadcast_is_not_counted(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is a stand-in that is formed without its members."""
+    monkeypatch.setattr(senders, "KEEPALIVE_S", 0.01)
+    ready = SimpleNamespace(broadcast=lambda payload: None, close=lambda: None)
+    monkeypatch.setattr(senders, "Group", lambda *_, **more: ready)
+    tcp, known = Tcp(decode=decode), (b"first", b"second", b"third")
+    with version(0) as publication:
+        manifest = sender.offer(publication.manifest)
+        assert manifest.sender is not None
+        for member in known:
+            channel = await tcp.connect(manifest.sender)
+            await channel.send(joining(member, manifest))
+            assert await next_answer(channel, Alone, Gathered) == Alone()
+            channel.close()
+    with version(1) as publication:
+        manifest = sender.offer(publication.manifest)
+        assert manifest.sender is not None
+        channels = [await tcp.connect(manifest.sender) for _ in known]
+        await channels[0].send(joining(known[0], manifest))
+        assert (await channels[0].receive())[0] == KeepAlive()
+        channels[0].close()
+        async with asyncio.timeout(LIMIT_S):
+            while sender._rounds[1].seats:  # noqa: ASYNC110 (the sender reports it nowhere)
+                await asyncio.sleep(0.005)
+        again = await tcp.connect(manifest.sender)
+        for channel, member in zip((again, *channels[1:]), known, strict=True):
+            await channel.send(joining(member, manifest))
+        answers = [await next_answer(each, Gathered) for each in (again, *channels[1:])]
+        assert {answer.size for answer in answers} == {4}
+        assert {answer.rank for answer in answers} == {1, 2, 3}
+        (number,) = {answer.group for answer in answers}
+        assert number > 0, "0 stands for no group"
+        assert not any(answer.on_gpu for answer in answers)
+        assert all(answer.store.startswith("127.0.0.1:") for answer in answers)
+        for channel in (again, *channels[1:]):
+            channel.close()
+
+
+def test_a_version_has_one_part_with_all_bytes(sender: Sender) -> None:
+    with version(3) as publication:
+        manifest = sender.offer(publication.manifest)
+        assert manifest == msgspec.structs.replace(
+            publication.manifest, sender=sender._listener.address
+        )
+        member = Member(CPU)
+        assert digest(member.read(manifest)) == digest(weights(3))
+        (served,) = sender._served.values()
+        assert served.version.manifest == manifest
+
+
+def test_the_end_waits_for_no_broadcast_that_hangs(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def hang(group: Group, payload: torch.Tensor, *done: object) -> None:
+        begun.set()
+        assert over.wait(LIMIT_S)
+        raise RuntimeError
+
+    member = Member(CPU)
+    send(sender, [member], 0)
+    monkeypatch.setattr(Group, "broadcast", hang)
+    with version(1) as publication, ThreadPoolExecutor(2) as pool:
+        manifest = sender.offer(publication.manifest)
+        reading = pool.submit(member.read, manifest)
+        assert begun.wait(LIMIT_S)
+        pool.submit(sender.close).result(LIMIT_S)
+        assert not reading.done()
+        over.set()
+        with pytest.raises(WeightsError):
+            reading.result(LIMIT_S)
+
+
+def test_a_failure_without_a_text_is_named_by_its_kind(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = Member(CPU)
+    send(sender, [member], 0)
+
+    def fail(host: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr(senders, "open_store", fail)
+    assert send(sender, [member], 1) == [0]
+    (doubt,) = sender.doubts()
+    assert doubt.endswith(
+        "weights version 1 goes to 1 engines over TCP, since its broadcast failed: OSError"
+    )
+    assert sender.doubts() == ()
 
 
 def test_a_group_that_cannot_form_costs_one_line(
