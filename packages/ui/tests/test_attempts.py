@@ -253,3 +253,16 @@ def test_a_segment_that_is_cut_or_replaced_is_read_anew(
     assert index.advance(10.0)
     assert agrees(index, directory)
     assert bool(index.rows) == (how != "deleted")
+
+
+def test_what_is_no_segment_is_one_line(store: Path, tmp_path: Path) -> None:
+    directory = copied(store, tmp_path)
+    (segment,) = directory.glob("*.bin")
+    number = int(segment.stem)
+    for at, make in enumerate((Path.mkdir, lambda path: path.symlink_to("nowhere")), number + 1):
+        make(segment.with_stem(f"{at:06}"))
+    index = AttemptIndex(directory)
+    assert index.advance(10.0)
+    assert len(index.rows) == 96
+    assert index.damaged.keys() == {number + 1, number + 2}
+    assert all("must be a file, got a " in line for line in index.damaged.values())

@@ -2,8 +2,10 @@
 runs with numbers that differ, whose figures are known.
 """
 
+import asyncio
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +14,15 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import CONTROLLER, ENGINES, ENVIRONMENTS, RELAYS, TRAINER, Trace
 from rollweave.schema.status import EngineState, RunStatus, WaitStatus
-from rollweave_ui import lanes, view
+from rollweave_ui import lanes, server, view
 from rollweave_ui.lanes import LaneIndex
 from rollweave_ui.runs import Runs, prometheus_text
-from rollweave_ui.server import serving
+from rollweave_ui.server import _Readers, serving
 from rollweave_ui.view import LOG_LINES, RECENT_STEPS, RunView, is_long
 from tests.support.busy_runs import write_status
 
@@ -428,6 +431,7 @@ async def test_each_parameter_reaches_its_answer(tmp_path: Path) -> None:
     ):
         for path in (
             *("lanes?run=r&from=1.5&to=2.5&bins=7", "lanes?run=r", "attempts?run=r"),
+            *("lanes?run=r&bins=1000", "lanes?run=r&bins=1", "attempts?run=r&offset=0&limit=200"),
             f"attempts?run=r&{conditions}&order=best&offset=4&limit=5",
             *("attempt?run=r&id=g1.0&attempt=2", "attempt?run=r&id=g1.0"),
         ):
@@ -440,7 +444,33 @@ async def test_each_parameter_reaches_its_answer(tmp_path: Path) -> None:
         ("lanes", 1.5, 2.5, 7, {}),
         ("lanes", None, None, 300, {}),
         ("attempts", view.Query(), {"order": "newest", "offset": 0, "limit": 200}),
+        ("lanes", None, None, 1000, {}),
+        ("lanes", None, None, 1, {}),
+        ("attempts", view.Query(), {"order": "newest", "offset": 0, "limit": 200}),
         ("attempts", query, {"order": "best", "offset": 4, "limit": 5}),
         ("attempt", "g1.0", 2, {}),
         ("attempt", "g1.0", None, {}),
     ]
+
+
+async def test_what_is_read_too_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhandled, go = list[object](), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
+    readers = _Readers()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    assert await readers.read(lambda: 3) == 3
+    with pytest.raises(ValueError, match="no"):
+        await readers.read(fail)
+    monkeypatch.setattr(server, "READ_S", 0.0)
+    for late in (lambda: go.wait(60), lambda: go.wait(60) and fail()):
+        with pytest.raises(web.HTTPServiceUnavailable):
+            await readers.read(late)
+    assert readers._count == 2
+    go.set()
+    async with asyncio.timeout(60):
+        while readers._count:  # noqa: ASYNC110 (nobody is told)
+            await asyncio.sleep(0.001)
+    assert not unhandled

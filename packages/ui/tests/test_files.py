@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,3 +99,14 @@ def test_an_ending_gives_way_to_what_is_appended(tmp_path: Path) -> None:
     assert file.lines() == ([b"[", b"one"], False)
     path.write_bytes(b"[\none\ntwo, a longer line\n{}]\n")
     assert file.lines()[0] == [b"two, a longer line"]
+
+
+def test_what_is_left_is_known_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave_ui.files.READ_BYTES", 8)
+    path = tmp_path / "lines"
+    file = AppendedFile(path)
+    assert not file.unread
+    path.write_bytes(b"one two\nsix six\nend\n")
+    for lines, unread in (([b"one two"], True), ([b"six six"], False), ([b"end"], False)):
+        assert file.lines() == (lines, False)
+        assert file.unread == unread

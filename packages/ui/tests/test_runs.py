@@ -102,12 +102,15 @@ def test_the_state_of_a_run(
 
 def test_the_end_of_a_run(run: RunDir) -> None:
     summary = json.loads(run.summary.read_text())
-    for changes, state in (
-        ({"error": "no engine is left"}, "failed"),
-        ({"interrupted": True}, "interrupted"),
+    for changes, state, text in (
+        ({"error": "no engine is left"}, "failed", "no engine is left"),
+        ({"interrupted": True}, "interrupted", "ended by the user; continue with --resume"),
+        ({"ended_by": None}, "finished", ""),
+        ({"ended_by": "all tasks are done"}, "finished", "all tasks are done"),
     ):
         run.summary.write_text(json.dumps(summary | changes))
-        assert RunView(run.path).line(1.0)["state"] == state
+        line = RunView(run.path).line(1.0)
+        assert (line["state"], line["text"]) == (state, text)
     run.summary.unlink()
     write_status(run, pid=1, ended=True)
     assert RunView(run.path).line(1.0)["state"] == "failed"
@@ -225,6 +228,18 @@ def test_an_attempt_with_its_task_and_group(whole: Path) -> None:
     assert initiated == sorted(initiated)
     with pytest.raises(UnknownRunError, match=r"there is no attempt g999\.0 in made-up$"):
         view.attempt("g999.0", None)
+
+
+def test_an_attempt_that_cannot_be_read_is_one_line(run: RunDir) -> None:
+    view = RunView(run.path)
+    view.attempts(Query(), **NEWEST)
+    (segment,) = run.trajectories.glob("*.bin")
+    content = bytearray(segment.read_bytes())
+    content[view._attempts.rows[0].stored.offset + 3] ^= 1
+    segment.write_bytes(content)
+    with pytest.raises(UnknownRunError, match="record") as caught:
+        view.attempt("g0.0", None)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_attempt_has_the_arguments_of_the_chat_template(run: RunDir) -> None:
