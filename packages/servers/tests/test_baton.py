@@ -340,6 +340,48 @@ def test_an_engine_waits_for_the_rollout_step_under_way_and_for_no_other(path: s
     serving.close()
 
 
+def test_a_recall_is_not_answered_while_a_rollout_step_runs(path: str) -> None:
+    """Whatever the thread of the connection does meanwhile."""
+    serving = Serving(path, {}, rows=4)
+    baton = Baton(path, patience_s=0.25, wake=threading.Condition())
+    until(baton.take, "an idle engine makes an offer")
+    memory = baton._memory
+    assert memory is not None
+    words = memory.words
+    assert words[shared.PATIENCE] == 250_000_000
+    words[shared.PATIENCE] = 10**10  # so that the engine waits
+    step = threading.Thread(target=serving.begin_step)
+    step.start()
+    until(lambda: words[shared.RECALLED] == words[shared.OFFERED], "a recall")
+    for look_away in (False, True):
+        if look_away:
+            baton.look_away()
+        baton._heed(memory)
+        assert words[shared.ANSWERED] != words[shared.OFFERED]
+    baton.release()
+    assert words[shared.ANSWERED] == words[shared.OFFERED]
+    step.join(WAIT_S)
+    assert not step.is_alive()
+    baton.close()
+    serving.close()
+
+
+@pytest.mark.parametrize(("rests_s", "wants"), [(-1.0, 0), (1000.0, 1)])
+def test_a_lender_without_work_wants_nothing_after_a_while(
+    path: str, monkeypatch: pytest.MonkeyPatch, rests_s: float, wants: int
+) -> None:
+    monkeypatch.setattr("rollweave_servers.baton.RESTS_S", rests_s)
+    serving = Serving(path, {}, rows=4)
+    baton = Baton(path, patience_s=10.0, wake=threading.Condition())
+    until(lambda: took(baton), "an idle engine makes an offer")
+    baton.rest()
+    assert baton._memory is not None
+    assert baton._memory.words[shared.WANTS] == wants
+    assert not baton._looks
+    baton.close()
+    serving.close()
+
+
 # The memory
 
 
