@@ -107,6 +107,16 @@ def test_engines_join_and_leave_between_updates(
     assert sender.doubts() == ()
 
 
+def test_a_version_of_a_wrong_layout_is_refused_before_it_is_received(sender: Sender) -> None:
+    with version(1) as publication:
+        manifest = sender.offer(publication.manifest)
+        wrong = msgspec.structs.replace(manifest, nbytes=manifest.nbytes // 2)
+        member = Member(CPU)
+        with pytest.raises(WeightsError):
+            member.read(wrong)
+        assert sender._members == {}, "it has not asked"
+
+
 def test_who_comes_late_requests_the_version(sender: Sender) -> None:
     first, second = Member(CPU), Member(CPU)
     send(sender, [first], 0)
@@ -393,6 +403,7 @@ def test_refuses_what_it_does_not_keep_and_who_does_not_know_the_secret(sender: 
         asyncio.run(_refused(manifest.sender))
     with pytest.raises(WeightsError, match=r"cannot be sent from 192\.0\.2\.1"):
         Sender("192.0.2.1", CPU)
+    assert [one.name for one in threading.enumerate()].count("weights sender") == 1, "the fixture's"
 
 
 async def _refused(address: RelayAddress) -> None:
