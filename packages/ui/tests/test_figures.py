@@ -182,7 +182,39 @@ def test_a_run_that_cannot_be_read_is_one_row(run: RunDir, monkeypatch: pytest.M
     assert row == {"name": "small", "path": path, "state": "damaged", "text": "two lines"}
 
 
+def test_runs_share_the_time_of_their_list(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that is a loop of links is none of them."""
+    (run.path.parent / "loop").symlink_to("loop")
+    for name in ("a", "b", "c"):
+        (run.path.parent / name).mkdir()
+        (run.path.parent / name / "config.toml").touch()
+    budgets, now = list[float](), 0.0
+
+    def line(self: RunView, budget_s: float) -> dict[str, Any]:
+        nonlocal now
+        budgets.append(budget_s)
+        now += 0.625 * view.BUDGET_S
+        return {"name": self.name}
+
+    monkeypatch.setattr(RunView, "line", line)
+    monkeypatch.setattr("rollweave_ui.runs.time", SimpleNamespace(monotonic=lambda: now))
+    rows = Runs(run.path.parent).overview()["runs"]
+    assert {row["name"] for row in rows} == {"a", "b", "c"}
+    assert budgets == pytest.approx([view.BUDGET_S, 0.375 * view.BUDGET_S, 0.0])
+
+
 # One run
+
+
+def test_processes_of_other_machines_are_not_looked_for(run: RunDir) -> None:
+    status = write_status(run, pid=2**30)
+    assert RunView(run.path).line(1.0)["state"] == "killed"
+    changed(run, status, machine="elsewhere", phase="serving")
+    line = RunView(run.path).line(1.0)
+    assert (line["state"], line["text"]) == ("running", "serving rollouts")
+    changed(run, status, machine="elsewhere", phase="other", written_at=status.written_at - 99.0)
+    line = RunView(run.path).line(1.0)
+    assert (line["state"], line["text"]) == ("silent", f"nothing heard for 99 s (process {2**30})")
 
 
 def test_the_head_of_a_run_is_from_its_settings_and_its_state(run: RunDir) -> None:
@@ -451,6 +483,29 @@ async def test_each_parameter_reaches_its_answer(tmp_path: Path) -> None:
         ("attempt", "g1.0", 2, {}),
         ("attempt", "g1.0", None, {}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (web.HTTPBadRequest(reason="wrong"), 400, '{"error":"wrong"}'),
+        (web.HTTPNotFound(), 404, '{"error":"Not Found"}'),
+        (web.HTTPNoContent(), 204, ""),
+    ],
+)
+async def test_errors_of_the_library_are_lines_too(
+    error: web.HTTPException, status: int, text: str
+) -> None:
+    def get(name: str) -> Any:
+        raise error
+
+    runs: Any = SimpleNamespace(get=get)
+    async with (
+        serving(runs, token="t", port=0) as address,
+        aiohttp.ClientSession(headers={"Authorization": "Bearer t"}) as session,
+        session.get(f"{address}/api/run") as answer,
+    ):
+        assert (answer.status, await answer.text()) == (status, text)
 
 
 async def test_what_is_read_too_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,19 @@ def test_an_attempt_has_the_arguments_of_the_chat_template(run: RunDir) -> None:
     assert read["template_arguments"] == {"enable_thinking": False}
 
 
+def test_another_configuration_has_another_tokenizer(run: RunDir) -> None:
+    view = RunView(run.path)
+    first = view.attempt("g0.0", 0)["attempt"]["sequences"][0][1]
+    assert view.attempt("g0.0", 0)["attempt"]["sequences"][0][1] == first
+    assert first["pieces"] is not None
+    decoder = view._decoder
+    view.attempt("g0.1", 0)
+    assert view._decoder is decoder, "it is read once"
+    run.config.write_text(run.config.read_text() + "# changed\n")
+    shutil.rmtree(run.path / "model")
+    assert view.attempt("g0.0", 0)["attempt"]["sequences"][0][1]["pieces"] is None
+
+
 def test_without_a_tokenizer_tokens_are_numbers(run: RunDir) -> None:
     (run.path / "model" / "tokenizer.json").write_text("{")
     read = RunView(run.path).attempt("g0.0", 0)
