@@ -3,8 +3,9 @@
 pytest collects the tests of a package once. They run once to learn which of them run
 which lines. Then each mutant has a fork of this process, which replaces the code of the
 changed function in its own memory, and runs the tests of its lines, the likeliest
-first, until one fails. Processes that a test starts import the changed file from a tree
-of links to the sources, which stands first in their PYTHONPATH.
+first, until one fails. A test that imports the changed file anew gets the mutant, too.
+Processes that a test starts import it from a tree of links to the sources, which stands
+first in their PYTHONPATH.
 
 A mutant whose lines run in other processes only has all tests of the package in place
 of those of its lines, those of the file's own name first. A mutant counts as killed
@@ -22,6 +23,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import importlib.machinery
 import itertools
 import json
 import os
@@ -48,6 +50,9 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rollweave"
 BESIDE = {
+    "collective": ROOT / "packages/collective/src/rollweave_collective",
+    "environments": ROOT / "packages/envs/src/rollweave_envs",
+    "papers": ROOT / "packages/papers/src/rollweave_papers",
     "ray": ROOT / "packages/ray/src/rollweave_ray",
     "sandboxes": ROOT / "packages/sandbox/src/rollweave_sandbox",
     "servers": ROOT / "packages/servers/src/rollweave_servers",
@@ -55,7 +60,7 @@ BESIDE = {
     "sim": ROOT / "packages/sim/src/rollweave_sim",
     "ui": ROOT / "packages/ui/src/rollweave_ui",
 }
-"""Packages of further distributions that have mutants."""
+"""Packages of further distributions that have mutants: all of `packages`."""
 MEMORY = 4 << 30
 """Maximum number of bytes that the tests of a mutant may allocate."""
 FIRST_LIMIT_S = 120.0
@@ -164,7 +169,11 @@ class Runner:
         what tests share has.
         """
         shared = hashlib.sha256()
-        tests_and_tables = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tests").rglob("*.toml")]
+        tests_and_tables = [
+            path
+            for top in (ROOT / "tests", *(ROOT / "packages").glob("*/tests"))
+            for path in (*top.rglob("*.py"), *top.rglob("*.toml"))
+        ]
         code = [path for top in (SOURCE, *BESIDE.values()) for path in sorted(top.rglob("*.py"))]
         for path in [*code, *sorted(tests_and_tables)]:
             if not path.name.startswith("test_") and "mutants" not in path.parts:
@@ -308,6 +317,7 @@ class Runner:
                 if vars(known).get("DIRECTORY") == SOURCE == place_of(mutant.file)[0]:
                     known.DIRECTORY = folder / SOURCE.name  # type: ignore[attr-defined]
             module = compile(tree, str(path), "exec", dont_inherit=True)
+            _import_as(path, module)
             for code in _code_objects(module):
                 if code.co_qualname == mutant.mutation.function:
                     place = str(path), code.co_firstlineno, code.co_qualname
@@ -404,6 +414,17 @@ def _use_tree(folder: Path, changed: tuple[str, str] | None) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(folder), os.environ.get("PYTHONPATH", "")))
     )
+
+
+def _import_as(path: Path, code: types.CodeType) -> None:
+    """Let this process import a file as `code` from now on."""
+    loader, own = importlib.machinery.SourceFileLoader, str(path)
+    known = loader.get_code
+
+    def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> types.CodeType | None:
+        return code if self.path == own else known(self, name)
+
+    loader.get_code = get_code  # type: ignore[method-assign]
 
 
 def place_of(name: str) -> tuple[Path, str]:

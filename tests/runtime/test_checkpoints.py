@@ -12,7 +12,7 @@ import pytest
 
 from rollweave.io import disk
 from rollweave.io.disk import new_directory
-from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.runtime.checkpoints import PRUNED, Checkpoints
 
 
 @pytest.fixture
@@ -32,6 +32,16 @@ def test_prune_keeps_the_named_steps(checkpoints: Checkpoints) -> None:
     assert checkpoints.steps() == [1, 2, 4, 10]
     checkpoints.prune(10, [2, 4, 99])
     assert checkpoints.steps() == [2, 4, 10]
+
+
+def test_what_is_pruned_leaves_nothing(checkpoints: Checkpoints) -> None:
+    """Also where a killed prune of the same step has left a part."""
+    save(checkpoints, 1)
+    left = checkpoints.path(1).with_name(f"{checkpoints.path(1).name}{PRUNED}")
+    left.mkdir()
+    (left / "model").touch()
+    checkpoints.prune(2, [])
+    assert list(checkpoints.directory.iterdir()) == []
 
 
 def test_a_late_prune_spares_newer_checkpoints(checkpoints: Checkpoints) -> None:

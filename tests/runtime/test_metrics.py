@@ -13,7 +13,18 @@ from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import GroupRef, RecordEvaluation, TrainStep
 from rollweave.schema.serving import EngineStats, LendingStats
 from rollweave.schema.training import TrainMetrics
-from rollweave.schema.work import Batch, Blame, ScoredGroup, StopReason, Task, Trajectory
+from rollweave.schema.work import (
+    Batch,
+    Blame,
+    ScoredGroup,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    Trajectory,
+    TurnSpan,
+)
 
 
 class ListSink:
@@ -190,6 +201,36 @@ def test_a_step_of_several_parts_is_one_line(tmp_path: Path) -> None:
     assert sink.written[0][1]["reward/lake"] == 0.5
     assert sink.written[1][1]["evaluation/success/lake"] == 0.5
     assert sink.closed
+
+
+def test_the_means_of_a_step_are_those_of_all_its_trajectories(tmp_path: Path) -> None:
+    """A missing reward counts as 0, and a missing success as none."""
+    state = State()
+    state.evaluations.defines_success = {"lake": None}
+    metrics = Metrics(tmp_path / "m", clock=lambda: 1.0, state=lambda: state, progress=Silent())
+    segments = tuple(
+        Segment(start=at, end=at + 1, kind=SegmentKind.OUTPUT, version=3) for at in range(4)
+    )
+    turns = (TurnSpan(start=0, end=1), TurnSpan(start=1, end=3), TurnSpan(start=3, end=4))
+    tokens = TokenSequence(
+        tokens=(1, 2, 3, 4), segments=segments, logprobs=(-0.5,) * 4, turns=turns
+    )
+    good, bad, bare = (
+        msgspec.structs.replace(trajectory(name, 1.0, version=3, success=success), **fields)
+        for name, success, fields in (
+            ("a", True, {"rewards": {"form": 0.5, "answer": 0.25}, "sequences": (tokens, tokens)}),
+            ("b", None, {"rewards": {"form": 1.0}, "reward": None}),
+            ("c", False, {"reward": 0.25}),
+        )
+    )
+    metrics.trained(*part(0, "lake", good, bad))
+    metrics.trained(*part(1, "lake", bare, bare))
+    metrics.close()
+    line = json.loads((tmp_path / "m").read_text())
+    assert line["reward"] == {"lake": (1.0 + 0.0 + 0.25 + 0.25) / 4}
+    assert line["rewards"] == {"lake": {"form": 0.75, "answer": 0.25}}
+    assert line["success"] == {"lake": 0.25}
+    assert (line["trajectories"], line["batch_tokens"], line["turns_mean"]) == (4, 8, 6 / 4)
 
 
 def test_parts_of_a_lost_step_do_not_count(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ from packages.collective.tests.group_member import CPU, version, weights
 from rollweave.schema.errors import WeightsError
 from rollweave.weights.checkpoint import ModelShape
 from rollweave.weights.publication import bytes_of
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import KeepAlive
+from rollweave_collective import sender as senders
+from rollweave_collective.messages import Begun, JoinServer, Sent, decode, next_answer
 from rollweave_collective.sender import Sender
 from rollweave_collective.server import Server
 from rollweave_servers.control import ControlError, RefusedError
@@ -176,6 +180,38 @@ async def test_a_group_that_hangs_is_given_up_by_name(
     with publication, pytest.raises(WeightsError, match=text):
         await Server(2).bring(manifest, begin=nothing, receive=nothing)
     over.set()
+    sender.close()
+
+
+async def test_a_server_waits_for_the_broadcast_before_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(senders, "KEEPALIVE_S", 0.01)
+    monkeypatch.setattr(FakeRoot, "send", lambda root, tensors: None)
+    sender = Sender("127.0.0.1", CPU, make_root=FakeRoot)
+
+    async def hold() -> None:
+        await sender._turn.acquire()
+
+    async def release() -> None:
+        sender._turn.release()
+
+    asyncio.run_coroutine_threadsafe(hold(), sender._loop).result(20.0)
+    with version(1) as publication:
+        manifest = sender.offer(publication.manifest)
+        assert manifest.sender is not None
+        join = JoinServer(publication_id=1, digest=manifest.digest, member=b"server", ranks=2)
+        for turn in range(2):
+            channel = await Tcp(decode=decode).connect(manifest.sender)
+            await channel.send(join)
+            for _ in range(3 * (not turn)):
+                assert (await channel.receive())[0] == KeepAlive()
+            if not turn:
+                asyncio.run_coroutine_threadsafe(release(), sender._loop).result(20.0)
+            begun = await next_answer(channel, Begun)
+            assert bool(begun.unique_id) == (not turn), "the group is formed once"
+            assert await next_answer(channel, Sent) == Sent()
+            channel.close()
     sender.close()
 
 

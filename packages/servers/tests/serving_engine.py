@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src/rollweave_servers/lending"))
+from rollweave_servers import lending
+
+sys.path.insert(0, str(Path(lending.__file__).parent))  # as the plug-in's folder in vLLM
 
 from rollweave_lending import Counts, Row, Serving, Step
 

@@ -172,6 +172,82 @@ def test_a_request_that_has_just_arrived_waits_for_no_further_step(path: str) ->
     serving.close()
 
 
+def await_beats(words: "memoryview[int]") -> None:
+    beats = set[int]()
+    until(lambda: len(beats) > 3 or beats.add(words[shared.BEAT]), "the engine beats")
+
+
+def test_an_engine_without_requests_makes_offers_between_its_steps_alone(path: str) -> None:
+    serving = Serving(path, {}, rows=4)
+    engine = connect(path)
+    words = engine.memory.words
+    words[shared.WANTS] = 1
+    for number in range(3):
+        until(lambda: words[shared.OFFERED] > words[shared.ANSWERED], "an idle engine offers")
+        words[shared.ANSWERED] = words[shared.OFFERED]
+        serving.begin_step()
+        words[shared.ANSWERED] = offered = words[shared.OFFERED]
+        await_beats(words)
+        assert words[shared.OFFERED] == offered, "nothing is offered in a step"
+        words[shared.WANTS] = 0
+        serving.end_step(None, Counts(number % 2, number // 2, 0, 8), list)
+        words[shared.WANTS] = 1
+        if number:  # it has requests, one that runs or one that waits
+            await_beats(words)
+            assert words[shared.OFFERED] == offered
+            serving.end_step(None, Counts(0, 0, 0, 8), list)
+    engine.close()
+    serving.close()
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "waits_s"), [(0.0, 0.05), (0.3, 0.3), (10.0, 10.0), (99.0, 10.0)]
+)
+def test_an_engine_waits_as_long_as_its_lender_says_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, waits_s: float
+) -> None:
+    """The time is injected. A byte that is no answer does not end the wait."""
+    now, polls = 100.0, 0
+
+    class Poll:
+        def register(self, *_: object) -> None:
+            pass
+
+        def poll(self, milliseconds: float) -> bool:
+            nonlocal now, polls
+            polls += 1
+            if polls == 1:
+                now += 0.01
+                there.send(b"?")
+                return True
+            now += milliseconds / 1e3 + 1e-6
+            return False
+
+    fd = os.memfd_create("test")
+    os.truncate(fd, shared.size(2))
+    memory, (here, there) = Memory(fd, 2), socket.socketpair()
+    lender = shared.Lender(here, memory)
+    lender.offered = 7
+    memory.words[shared.PATIENCE] = int(1e9 * patience_s)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.time, "monotonic", lambda: now)
+        patch.setattr(shared.select, "poll", Poll)
+        assert not lender.await_answer()
+    assert now - 100.0 == pytest.approx(waits_s, abs=1e-5)
+    assert memory.words[shared.RECALLED] == 7
+    assert there.recv(9) == b"\0", "the lender is woken"
+    memory.words[shared.ANSWERED] = 7
+    assert lender.await_answer()
+    assert not lender.has_gone
+    there.close()
+    assert lender.has_gone
+    memory.words[shared.ANSWERED] = 6
+    assert not lender.await_answer(), "the end of the connection ends the wait"
+    memory.close()
+    here.close()
+    os.close(fd)
+
+
 def test_a_lender_that_connects_during_a_step_gets_no_offer_before_its_end(path: str) -> None:
     serving = Serving(path, {}, rows=4)
     serving.begin_step()
@@ -179,8 +255,7 @@ def test_a_lender_that_connects_during_a_step_gets_no_offer_before_its_end(path:
     words = engine.memory.words
     words[shared.WANTS] = 1
     until(lambda: serving.lends, "the lender must be admitted")
-    beats = set[int]()
-    until(lambda: len(beats) > 3 or beats.add(words[shared.BEAT]), "the engine beats")
+    await_beats(words)
     snapshot = engine.memory.read()
     assert snapshot is not None
     assert (words[shared.OFFERED], snapshot.offer, snapshot.rows) == (0, 0, None)
@@ -261,6 +336,48 @@ def test_an_engine_waits_for_the_rollout_step_under_way_and_for_no_other(path: s
     step.join(WAIT_S)
     assert not step.is_alive()
     assert serving.lends
+    baton.close()
+    serving.close()
+
+
+def test_a_recall_is_not_answered_while_a_rollout_step_runs(path: str) -> None:
+    """Whatever the thread of the connection does meanwhile."""
+    serving = Serving(path, {}, rows=4)
+    baton = Baton(path, patience_s=0.25, wake=threading.Condition())
+    until(baton.take, "an idle engine makes an offer")
+    memory = baton._memory
+    assert memory is not None
+    words = memory.words
+    assert words[shared.PATIENCE] == 250_000_000
+    words[shared.PATIENCE] = 10**10  # so that the engine waits
+    step = threading.Thread(target=serving.begin_step)
+    step.start()
+    until(lambda: words[shared.RECALLED] == words[shared.OFFERED], "a recall")
+    for look_away in (False, True):
+        if look_away:
+            baton.look_away()
+        baton._heed(memory)
+        assert words[shared.ANSWERED] != words[shared.OFFERED]
+    baton.release()
+    assert words[shared.ANSWERED] == words[shared.OFFERED]
+    step.join(WAIT_S)
+    assert not step.is_alive()
+    baton.close()
+    serving.close()
+
+
+@pytest.mark.parametrize(("rests_s", "wants"), [(-1.0, 0), (1000.0, 1)])
+def test_a_lender_without_work_wants_nothing_after_a_while(
+    path: str, monkeypatch: pytest.MonkeyPatch, rests_s: float, wants: int
+) -> None:
+    monkeypatch.setattr("rollweave_servers.baton.RESTS_S", rests_s)
+    serving = Serving(path, {}, rows=4)
+    baton = Baton(path, patience_s=10.0, wake=threading.Condition())
+    until(lambda: took(baton), "an idle engine makes an offer")
+    baton.rest()
+    assert baton._memory is not None
+    assert baton._memory.words[shared.WANTS] == wants
+    assert not baton._looks
     baton.close()
     serving.close()
 
@@ -390,6 +507,23 @@ def test_a_second_lender_and_a_wrong_checkpoint_are_refused(engine: Program, pat
     with lender(path) as other:
         interval(other)
         assert refusal(path) == "it has another lender"
+
+
+def test_a_second_lender_is_refused_and_takes_nothing_from_the_first(path: str) -> None:
+    serving = Serving(path, {"model": "m"}, rows=4)
+    first = connect(path)
+    first.memory.words[shared.WANTS] = 1
+    until(lambda: serving.lends, "the lender must be admitted")
+    for _ in range(2):
+        assert refusal(path) == "it has another lender"
+    offered = first.memory.words[shared.OFFERED]
+    first.memory.words[shared.ANSWERED] = offered
+    until(lambda: first.memory.words[shared.OFFERED] > offered, "the first one has offers")
+    first.close()
+    second = connect(path)
+    assert second.about["model"] == "m"
+    second.close()
+    serving.close()
 
 
 def test_only_its_user_may_connect_and_a_second_engine_is_refused(path: str) -> None:

@@ -17,7 +17,7 @@ from rollweave.engine.coserving.offer import Offer
 from rollweave.schema import serving as s
 from rollweave.schema.weights import WeightManifest
 from rollweave_servers.lending.rollweave_lending import Counts, Row, Serving, Snapshot, Step
-from rollweave_servers.published_load import FIRST_STEPS, PublishedLoad
+from rollweave_servers.published_load import FIRST_STEPS, KEPT, PublishedLoad
 from tests.support.lending import Borrower, asks
 from tests.support.tiny_models import build, oracle_greedy, save
 
@@ -238,6 +238,31 @@ def test_the_profile_follows_the_steps_of_the_server() -> None:
     load.begin(chunk_tokens=512)  # another server
     load.observe(snapshot(warm()), given)
     assert load.profile.decode.points == ((1, 0.05),)
+
+
+def test_each_step_counts_once_and_the_first_ones_never() -> None:
+    load, ms = PublishedLoad(SLO, chunk_tokens=512), 10**6
+    steps = warm(Step(10 * ms, 0, 1, 0), Step(20 * ms, 0, 2, 0))
+    for count in (FIRST_STEPS - 1, FIRST_STEPS, FIRST_STEPS + 1, FIRST_STEPS + 1):
+        load.observe(snapshot(steps[:count]), None)
+    assert load.busy_s == pytest.approx(0.010)
+    assert load.profile.decode.points == ((1, 0.01),)
+    load.observe(snapshot(steps)._replace(steps=steps[-3:]), None)
+    assert load.busy_s == pytest.approx(0.030)
+    assert load.profile.decode.points == ((1, 0.01), (2, 0.02))
+    assert not load.serves
+
+
+def test_the_median_of_the_latest_steps_of_a_size_counts() -> None:
+    load, ms = PublishedLoad(SLO, chunk_tokens=512), 10**6
+    steps = warm(*[Step(10 * ms, 0, 3, 0)] * 40)
+    load.observe(snapshot(steps), None)
+    steps += [Step(30 * ms, 0, 2, 0)] * (KEPT // 2)
+    load.observe(snapshot(steps), None)
+    assert load.profile.decode.points == ((2, pytest.approx(0.02)),)
+    steps += [Step(30 * ms, 0, 3, 0)]
+    load.observe(snapshot(steps), None)
+    assert load.profile.decode.points == ((2, pytest.approx(0.03)),)
 
 
 def test_the_slack_is_that_of_the_most_urgent_request() -> None:

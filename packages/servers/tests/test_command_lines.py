@@ -1,11 +1,13 @@
 """The command lines and the environments of servers."""
 
+import dataclasses
 import json
 import os
 import select
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -120,6 +122,35 @@ def test_sglang_preempts_nothing_and_is_deterministic_if_the_engine_is(
     assert "--enable-deterministic-inference" in options(fixed)
 
 
+@pytest.mark.parametrize("ends", [(), (5, 6)])
+@pytest.mark.parametrize("leased", [False, True])
+def test_an_engine_speaks_of_its_model(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch, ends: tuple[int, ...], leased: bool
+) -> None:
+    """The run's tokens that end a turn take the place of the model's; a leased server
+    may have room for fewer tokens than the engine.
+    """
+    made = list[dict[str, object]]()
+    monkeypatch.setattr(vllm, "OwnVllm", lambda **options: made.append(options))
+    monkeypatch.setattr(sglang, "OwnSglang", lambda **options: made.append(options))
+    settings = settings_of(spec)
+    if leased:
+        settings = msgspec.structs.replace(settings, addresses=("http://h:1",), context=40)
+    given = msgspec.structs.replace(spec, eos_token_ids=ends, server=settings, version=3)
+    shape = read_shape(Path(spec.model))
+    shape = dataclasses.replace(shape, eos_token_ids=(9,)) if not shape.eos_token_ids else shape
+    kind = vllm.VllmKind() if settings.kind == "vllm" else sglang.SglangKind()
+    kind.speak(given, shape)
+    (options,) = made
+    assert options["version"] == 3
+    assert options["stop_ids"] == (ends or shape.eos_token_ids) != ()
+    if settings.kind == "sglang":
+        room = min(shape.context, spec.kv_tokens)
+        assert options["max_context"] == (40 if leased else room)
+    server = SimpleNamespace(url="http://h:1", token="t")
+    assert kind.mover(given, shape, server) is None  # type: ignore[arg-type]
+
+
 def test_a_token_of_sglang_may_begin_with_a_hyphen(
     of_sglang: EngineSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,9 +158,13 @@ def test_a_token_of_sglang_may_begin_with_a_hyphen(
     started: list[str] = []
     monkeypatch.setenv(sglang.TOKEN, "-x")
     monkeypatch.setattr(launcher, "end_with_parent", lambda parent: None)
-    monkeypatch.setattr(
-        launcher.runpy, "run_module", lambda *_, **__: started.extend(launcher.sys.argv)
-    )
+
+    def run_module(module: str, run_name: str, alter_sys: bool) -> None:
+        assert (module, run_name, alter_sys) == (launcher.SERVER, "__main__", True)
+        assert "/folder" not in launcher.sys.path
+        started.extend(launcher.sys.argv)
+
+    monkeypatch.setattr(launcher.runpy, "run_module", run_module)
     monkeypatch.setattr(launcher.sys, "path", ["/folder", *launcher.sys.path])
     monkeypatch.setattr(launcher.sys, "argv", ["sglang_launcher.py", "1", *options(of_sglang)[:-2]])
     launcher.main()

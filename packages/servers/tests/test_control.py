@@ -8,13 +8,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import RelayAddress, TensorMeta
 from rollweave_servers import sglang_control, vllm_control
 from rollweave_servers.control import ControlError, RefusedError
 from rollweave_servers.sglang_control import CheckpointMemory, SglangControl
 from rollweave_servers.vllm_control import VllmControl
+from rollweave_servers.vllm_group import Announced
 from tests.support.engines import manifest
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -259,3 +263,122 @@ async def test_a_rank_that_kept_its_weights_is_noticed(sglang: Sglang, kept: boo
     else:
         await control.swap(weights(), "7")
         assert fake.label == "7"
+
+
+async def test_a_taken_server_of_sglang_ends_its_requests_and_waits(sglang: Sglang) -> None:
+    fake, control = sglang
+    fake.paused = True
+    fake.calls.clear()
+    await control.reset("7")
+    assert fake.calls == [
+        ("/continue_generation", {}),
+        ("/pause_generation", {"mode": "abort"}),
+        ("/ready", None),
+    ]
+    assert fake.paused
+    fake.lies.add("/continue_generation")
+    with pytest.raises(ControlError, match="SGLang is not ready after /continue_generation"):
+        await control.resume()
+    fake.paused = False
+    fake.lies.add("/pause_generation")
+    with pytest.raises(ControlError, match="SGLang is ready after /pause_generation"):
+        await control.reset("7")
+
+
+LOADED = [
+    {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.25},
+    {"num_running_reqs": 2, "token_usage": 0.5},
+]
+
+
+@pytest.mark.parametrize(
+    ("answer", "gauges"),
+    [
+        (said({"loads": LOADED}), {"running": 5, "waiting": 1, "kv_share": 0.5}),
+        (said({"loads": []}), {"running": 0, "waiting": 0, "kv_share": 0.0}),
+        (said({"other": 1}), {}),
+        (said({"loads": LOADED}, status=500), {}),
+    ],
+)
+async def test_the_loads_of_sglang_are_added_up(answer: Answer, gauges: dict[str, float]) -> None:
+    async with answering({sglang_control.LOADS: "GET"}, answer) as url:
+        control = SglangControl(url, token="secret", limit_s=60.0, kv_tokens=512)
+        assert await control.gauges() == gauges
+        await control.close()
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "error"),
+    [
+        ("/server_info", {"max_total_num_tokens": 511, "tp_size": 2}, "room for 511 tokens of KV"),
+        ("/server_info", {"tp_size": 2}, "room for None tokens of KV"),
+        ("/server_info", {"max_total_num_tokens": 512}, "SGLang's answer to /server_info: "),
+        ("/weights_checker", {"ranks": []}, "SGLang must have 2 ranks, got 0"),
+        ("/weights_checker", {}, "SGLang's answer to /weights_checker: "),
+    ],
+)
+async def test_a_server_of_sglang_that_cannot_serve_is_named(
+    route: str, answer: dict[str, Any], error: str
+) -> None:
+    about = {"max_total_num_tokens": 512, "tp_size": 2, "ranks": [{"per_gpu_checksum": "a"}] * 2}
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(answer if request.path == route else about)
+
+    async with answering(sglang_control.ROUTES, handle) as url:
+        control = SglangControl(url, token="secret", limit_s=60.0, kv_tokens=512)
+        with pytest.raises(ControlError, match=error):
+            await control.connect()
+        await control.close()
+
+
+async def test_one_rank_of_sglang_needs_no_checksums() -> None:
+    asked = list[str]()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.json_response({"max_total_num_tokens": 512, "tp_size": 1})
+
+    async with answering(sglang_control.ROUTES, handle) as url:
+        control = SglangControl(url, token="secret", limit_s=60.0, kv_tokens=512)
+        await control.connect()
+        await control.close()
+    assert asked == ["/server_info"]
+
+
+async def test_an_update_of_sglang_that_fails_is_named(sglang: Sglang) -> None:
+    _, control = sglang
+    fails = {"success": False, "message": "out of memory"}
+    async with answering(sglang_control.ROUTES, said(fails)) as control._url:
+        with pytest.raises(ControlError, match="SGLang's update failed: out of memory"):
+            await control.swap(weights(), "7")
+
+
+@pytest.mark.parametrize(
+    ("sender", "names", "error"),
+    [
+        (None, ("a",), "vLLM receives versions from the trainer alone"),
+        ("here", ("a", "a"), "tensor names must be distinct"),
+        ("here", ("b",), "not of this model"),
+        ("here", ("a",), ""),
+    ],
+)
+def test_only_announced_tensors_of_the_model_are_taken(
+    sender: str | None, names: tuple[str, ...], error: str
+) -> None:
+    class Shape:
+        def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+            if shapes != {"a": (2, 3)}:
+                raise WeightsError("not of this model")
+
+    metas = tuple(
+        TensorMeta(name=name, dtype="float32", shape=(2, 3), offset=0, nbytes=24) for name in names
+    )
+    address = RelayAddress(host=sender, port=1, secret=b"") if sender else None
+    given = msgspec.structs.replace(manifest(7), tensors=metas, sender=address)
+    shape: Any = Shape()
+    if error:
+        with pytest.raises(WeightsError, match=error):
+            Announced(given, shape)
+    else:
+        assert Announced(given, shape).manifest == given

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -152,7 +153,116 @@ def test_conditions_narrow_a_page(store: Path, query: Query, admits: object) -> 
     index.advance(10.0)
     page = index.page(query, order="newest", offset=0, limit=1000)
     all_rows = index.page(Query(), order="newest", offset=0, limit=1000)["rows"]
+    assert len(all_rows) == 96
     assert page["rows"] == [row for row in all_rows if admits(row)]
     assert page["matching"] == len(page["rows"]) < page["total"] == 96
     part = index.page(query, order="newest", offset=3, limit=2)["rows"]
     assert part == page["rows"][3:5]
+
+
+def test_all_conditions_must_hold(store: Path) -> None:
+    index = AttemptIndex(store)
+    index.advance(10.0)
+    row = next(row for row in index.rows if row.reward == 1.0)
+    same = {
+        "domain": row.domain,
+        "stop": row.stop_reason,
+        "purpose": "train",
+        "text": row.task,
+        "least": 1.0,
+        "most": 1.0,
+        "version": row.initiated,
+    }
+    assert Query(**same).admits(row)
+    others = {"domain": "x", "stop": "x", "purpose": "eval", "text": "x"}
+    for change in (*others.items(), ("least", 1.5), ("most", 0.5), ("version", 99)):
+        assert not Query(**same | dict([change])).admits(row), change
+    row.stored.score = None
+    assert Query().admits(row)
+    assert not Query(least=-9.0).admits(row)
+    assert not Query(most=9.0).admits(row)
+
+
+@pytest.mark.parametrize(
+    ("order", "key"),
+    [
+        ("newest", lambda row: -row["at"]),
+        ("oldest", lambda row: row["at"]),
+        ("best", lambda row: -1.0 if row["reward"] is None else row["reward"]),
+        ("worst", lambda row: 2.0 if row["reward"] is None else row["reward"]),
+    ],
+)
+def test_attempts_are_listed_in_their_order(store: Path, order: str, key: Any) -> None:
+    index = AttemptIndex(store)
+    index.advance(10.0)
+    index.rows[7].stored.score = None
+    rows = index.page(Query(), order=order, offset=0, limit=1000)["rows"]
+    keys = [key(row) for row in rows]
+    assert keys == sorted(keys, reverse=order == "best")
+    assert len(set(keys)) > 1
+
+
+def test_attempts_of_other_lengths_tasks_and_tags(store: Path, tmp_path: Path) -> None:
+    """A task without a tag is of the domain of its environment."""
+    reader, directory = TrajectoryReader(store), tmp_path / "odd"
+    first = reader.load(reader.entries[0])
+    task = msgspec.structs.replace(first.task, env="lake", tag="", id=first.task.id)
+    (sequence,) = first.sequences
+    empty = msgspec.structs.replace(sequence, tokens=(), segments=(), logprobs=(), turns=())
+    changes: list[dict[str, Any]] = [
+        {"id": TrajectoryId("g1.0"), "task": task, "sequences": ()},
+        {"id": TrajectoryId("g1.1"), "sequences": (sequence, empty, sequence)},
+        {"id": TrajectoryId("g2.0"), "initiated_version": 5},
+    ]
+    with TrajectoryStore(directory) as writer:
+        for at, change in enumerate(changes):
+            trajectory = msgspec.structs.replace(first, reward=None, **change)
+            purpose = reader.entries[0].purpose
+            writer.append(Ended(at=5.0 - at, purpose=purpose, member=0, trajectory=trajectory))
+    index = AttemptIndex(directory)
+    assert index.advance(10.0)
+    bare, double, later = index.rows
+    assert (bare.domain, bare.tokens, bare.turns, bare.versions) == ("lake", 0, 0, (-1, -1))
+    assert (double.domain, double.turns) == (first.task.tag, 2 * len(sequence.turns))
+    assert double.tokens == 2 * len(sequence.tokens)
+    assert index.domains() == sorted({"lake", first.task.tag})
+    assert index.of_task(later) == [double, later], "by weights, not by time"
+    assert index.of_task(bare) == [bare]
+    assert index.beside(bare) == [bare, double]
+    longest = index.page(Query(), order="longest", offset=0, limit=2)["rows"]
+    assert [row["id"] for row in longest] == ["g1.1", "g2.0"]
+    most_turns = index.page(Query(), order="turns", offset=2, limit=2)["rows"]
+    assert [row["id"] for row in most_turns] == ["g1.0"]
+
+
+@pytest.mark.parametrize("how", ["shorter", "another", "deleted"])
+def test_a_segment_that_is_cut_or_replaced_is_read_anew(
+    store: Path, tmp_path: Path, how: str
+) -> None:
+    directory = copied(store, tmp_path)
+    (segment,) = directory.glob("*.bin")
+    content, index = segment.read_bytes(), AttemptIndex(directory)
+    index.advance(10.0)
+    if how == "shorter":
+        segment.write_bytes(content[: len(content) // 2])
+    elif how == "another":
+        (directory / "new").write_bytes(content)
+        (directory / "new").rename(segment)
+    else:
+        segment.unlink()
+    assert index.advance(10.0)
+    assert agrees(index, directory)
+    assert bool(index.rows) == (how != "deleted")
+
+
+def test_what_is_no_segment_is_one_line(store: Path, tmp_path: Path) -> None:
+    directory = copied(store, tmp_path)
+    (segment,) = directory.glob("*.bin")
+    number = int(segment.stem)
+    for at, make in enumerate((Path.mkdir, lambda path: path.symlink_to("nowhere")), number + 1):
+        make(segment.with_stem(f"{at:06}"))
+    index = AttemptIndex(directory)
+    assert index.advance(10.0)
+    assert len(index.rows) == 96
+    assert index.damaged.keys() == {number + 1, number + 2}
+    assert all("must be a file, got a " in line for line in index.damaged.values())

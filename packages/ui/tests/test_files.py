@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +49,25 @@ def test_a_file_that_was_replaced_cut_or_deleted_is_read_anew(tmp_path: Path) ->
     assert followed.lines() == ([b"five"], False)
 
 
+def test_the_reason_for_an_unreadable_file_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    followed = AppendedFile(path)
+    path.mkdir()
+    assert followed.lines() == ([], False)
+    assert followed.problem == f"{path}: must be a file, got a directory"
+    path.rmdir()
+    path.write_bytes(b"one\n")
+    assert followed.lines() == ([b"one"], False)
+    assert followed.problem == ""
+    path.unlink()
+    path.mkdir()
+    assert followed.lines() == ([], True)
+    assert followed.problem
+    path.rmdir()
+    assert followed.lines() == ([], False)
+    assert followed.problem == ""
+
+
 def test_a_replaced_file_is_read_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "small"
     followed = ReplacedFile(path)
@@ -79,3 +99,14 @@ def test_an_ending_gives_way_to_what_is_appended(tmp_path: Path) -> None:
     assert file.lines() == ([b"[", b"one"], False)
     path.write_bytes(b"[\none\ntwo, a longer line\n{}]\n")
     assert file.lines()[0] == [b"two, a longer line"]
+
+
+def test_what_is_left_is_known_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave_ui.files.READ_BYTES", 8)
+    path = tmp_path / "lines"
+    file = AppendedFile(path)
+    assert not file.unread
+    path.write_bytes(b"one two\nsix six\nend\n")
+    for lines, unread in (([b"one two"], True), ([b"six six"], False), ([b"end"], False)):
+        assert file.lines() == (lines, False)
+        assert file.unread == unread

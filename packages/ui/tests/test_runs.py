@@ -102,12 +102,15 @@ def test_the_state_of_a_run(
 
 def test_the_end_of_a_run(run: RunDir) -> None:
     summary = json.loads(run.summary.read_text())
-    for changes, state in (
-        ({"error": "no engine is left"}, "failed"),
-        ({"interrupted": True}, "interrupted"),
+    for changes, state, text in (
+        ({"error": "no engine is left"}, "failed", "no engine is left"),
+        ({"interrupted": True}, "interrupted", "ended by the user; continue with --resume"),
+        ({"ended_by": None}, "finished", ""),
+        ({"ended_by": "all tasks are done"}, "finished", "all tasks are done"),
     ):
         run.summary.write_text(json.dumps(summary | changes))
-        assert RunView(run.path).line(1.0)["state"] == state
+        line = RunView(run.path).line(1.0)
+        assert (line["state"], line["text"]) == (state, text)
     run.summary.unlink()
     write_status(run, pid=1, ended=True)
     assert RunView(run.path).line(1.0)["state"] == "failed"
@@ -227,6 +230,18 @@ def test_an_attempt_with_its_task_and_group(whole: Path) -> None:
         view.attempt("g999.0", None)
 
 
+def test_an_attempt_that_cannot_be_read_is_one_line(run: RunDir) -> None:
+    view = RunView(run.path)
+    view.attempts(Query(), **NEWEST)
+    (segment,) = run.trajectories.glob("*.bin")
+    content = bytearray(segment.read_bytes())
+    content[view._attempts.rows[0].stored.offset + 3] ^= 1
+    segment.write_bytes(content)
+    with pytest.raises(UnknownRunError, match="record") as caught:
+        view.attempt("g0.0", None)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_attempt_has_the_arguments_of_the_chat_template(run: RunDir) -> None:
     assert RunView(run.path).attempt("g0.0", 0)["template_arguments"] == {}
     table = "[model.template_arguments]"
@@ -234,6 +249,19 @@ def test_an_attempt_has_the_arguments_of_the_chat_template(run: RunDir) -> None:
     run.config.write_text(text.replace(table, f"{table}\nenable_thinking = false"))
     read = RunView(run.path).attempt("g0.0", 0)
     assert read["template_arguments"] == {"enable_thinking": False}
+
+
+def test_another_configuration_has_another_tokenizer(run: RunDir) -> None:
+    view = RunView(run.path)
+    first = view.attempt("g0.0", 0)["attempt"]["sequences"][0][1]
+    assert view.attempt("g0.0", 0)["attempt"]["sequences"][0][1] == first
+    assert first["pieces"] is not None
+    decoder = view._decoder
+    view.attempt("g0.1", 0)
+    assert view._decoder is decoder, "it is read once"
+    run.config.write_text(run.config.read_text() + "# changed\n")
+    shutil.rmtree(run.path / "model")
+    assert view.attempt("g0.0", 0)["attempt"]["sequences"][0][1]["pieces"] is None
 
 
 def test_without_a_tokenizer_tokens_are_numbers(run: RunDir) -> None:

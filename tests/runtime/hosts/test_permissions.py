@@ -35,6 +35,7 @@ from rollweave.schema.hosts import (
     Resources,
     Share,
     StartProcess,
+    UserModule,
     wrong_offer,
 )
 from tests.runtime.hosts.joined import SECRET, Listening, listening
@@ -129,6 +130,33 @@ async def test_an_agent_takes_no_files_and_variables_that_it_does_not_allow(
         with pytest.raises(HostError, match="sent files or variables that it must not send"):
             await asyncio.wait_for(agent(here.listener.port).run(), WAIT_S)
         assert here.joined.empty()
+
+
+@pytest.mark.parametrize("there", [False, True])
+async def test_a_host_without_the_users_module_cannot_serve_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a host works in the folder of the user's files
+    folder, lines = tmp_path / "files", list[str]()
+    folder.mkdir()
+    if there:
+        (folder / "users_module.py").touch()
+    (tmp_path / "mark").write_text("this run")
+    needed = UserModule(setting="tasks.0.env", value="users_module:Env", module="users_module")
+    given: dict[str, Any] = {"lease_s": 1.0, "mark": "this run", "modules": (needed,)}
+    accepted = HostAccepted(mark_path=str(tmp_path / "mark"), **given)
+    one = agent(9, ANY)
+    one._on_change = lines.append
+    problem = one.enter(accepted, b"", folder)
+    if there:
+        assert (problem, lines) == ("", ["host b: joined the run at 127.0.0.1:9"])
+    else:
+        assert problem == (
+            "host b: tasks.0.env must be importable on every host, got users_module:Env: there "
+            "is no module users_module"
+        )
+        assert lines == []
+    assert Path.cwd() == folder
 
 
 @contextlib.asynccontextmanager

@@ -5,6 +5,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -12,11 +14,13 @@ from tokenizers import AddedToken, Tokenizer
 from rollweave.envs.base import Observation, Options, Step
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.template import ChatTemplate
+from rollweave.runtime.preflight import environments
 from rollweave.runtime.preflight.environments import Domain, examine_domain
 from rollweave.runtime.preflight.prompts import check_tokens, describe_template, examine_prompts
+from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.work import Limits, Task
+from rollweave.schema.work import Limits, Purpose, Task
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.checkpoint import read_shape
 from tests.support.chat_families import checkpoint
@@ -151,3 +155,48 @@ def test_ends_beyond_the_vocabulary_are_none(tmp_path: Path) -> None:
 def test_the_dry_run_says_what_the_template_does(tmp_path: Path, template: str, words: str) -> None:
     codec = ChatCodec.from_directory(checkpoint(tmp_path, template, "byte_level"))
     assert re.search(words, describe_template(codec).detail)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "count", "number"),
+    [
+        ("abc", 3, None),
+        ("abcab", 5, 3),
+        ("aaaa", 4, 1),
+        ("abcab", 3, None),
+        ("abac", 4, None),  # they come in another order, and are not counted
+        ("ab" * 1000, 2000, 2),
+        ("", 0, None),
+    ],
+)
+def test_the_tasks_of_a_split_are_counted_where_they_repeat(
+    drawn: str, count: int, number: int | None
+) -> None:
+    asked = list[int]()
+
+    def draw(name: str, index: int, purpose: Purpose) -> Task:
+        asked.append(index)
+        assert (name, purpose) == ("lake", Purpose.EVAL)
+        return Task(id=TaskId("t"), env="lake", seed=7, payload=drawn[index - 50])
+
+    source: Any = SimpleNamespace(draw=draw)
+    assert environments._exhausted(source, "lake", 50, count) == number
+    assert asked == list(range(50, 50 + len(asked)))
+    assert len(asked) <= min(count, environments.COUNTED)
+
+
+def test_slow_tasks_are_not_counted_but_the_first_is_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, asked = 0.0, list[int]()
+
+    def draw(name: str, index: int, purpose: Purpose) -> Task:
+        nonlocal now
+        asked.append(index)
+        now += environments.COUNTING_S
+        return Task(id=TaskId("t"), env="lake", seed=0)
+
+    monkeypatch.setattr(environments, "time", SimpleNamespace(monotonic=lambda: now))
+    source: Any = SimpleNamespace(draw=draw)
+    assert environments._exhausted(source, "lake", 0, 9) is None
+    assert asked == [0, 1]

@@ -8,6 +8,9 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,7 +21,13 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.events import PredictionReady
-from rollweave.schema.training import LengthContext, PredictorReport, PredictorSpec
+from rollweave.schema.training import (
+    LengthContext,
+    PredictedLength,
+    PredictorReport,
+    PredictorSpec,
+    PredictorStats,
+)
 from rollweave.train.lengths import build_regressor
 from tests.support.revealed_lengths import trajectories
 
@@ -360,3 +369,50 @@ async def test_the_run_continues_if_no_process_can_be_made(tmp_path: Path) -> No
 async def test_warns_of_a_regressor_that_cannot_be_built(start: Open, kind: str) -> None:
     bench = start(kind, "rigde")
     assert "a predictor must be one of" in await bench.warning()
+
+
+async def test_each_request_is_counted_once_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a link that answers as it is told; the time is injected."""
+    loop = asyncio.get_running_loop()
+    now, lost = 0.0, loop.create_future()
+    sent = list[Any]()
+    link = SimpleNamespace(send=sent.append, kill=lambda: None, lost=lost, close=AsyncMock())
+    report = list[Callable[[PredictorReport], None]]()
+
+    def open_link(on_report: Callable[[PredictorReport], None]) -> Any:
+        report.append(on_report)
+        return link
+
+    async with Tasks() as tasks:
+        bench = Bench(open_link, tasks, silent_s=WAIT_S)
+        bench.ask(0)  # it waits for the start
+        await asyncio.sleep(0)
+        clock = SimpleNamespace(time=lambda: now, call_later=loop.call_later)
+        bench.supervisor._loop = clock  # type: ignore[assignment]
+        for number in range(1, 101):
+            bench.ask(number)
+        bench.supervisor.harvest(over(0, 7))
+        bench.supervisor.fit(FitPredictor(step=0))
+        async with asyncio.timeout(WAIT_S):
+            while len(sent) < 103:  # noqa: ASYNC110 (the link is a list)
+                await asyncio.sleep(0.001)
+        assert [one.number for one in sent[:101]] == list(range(1, 102))
+        assert bench.supervisor._requests.pop(1).command.trajectory_id == "t0"
+        assert bench.supervisor.stats() == PredictorStats(requests=101)
+        for number in range(2, 102):
+            now = float(number)
+            answer = PredictedLength(number=number, remaining_tokens=5.0 * number)
+            answers = (answer, answer) if number < 101 else ()
+            report[0](
+                PredictorReport(processed=number, answers=answers, fits=2, fit_s=0.5, pairs=9)
+            )
+            if answers:
+                assert (await bench.answer()).remaining_tokens == 5.0 * number
+        assert bench.posted.empty()
+        stats = bench.supervisor.stats()
+        assert (stats.requests, stats.answered, stats.lost, stats.dropped) == (101, 99, 1, 0)
+        assert (stats.fits, stats.fit_s, stats.pairs) == (2, 0.5, 9)
+        assert stats.mean_ms == pytest.approx(1e3 * sum(range(2, 101)) / 99)
+        assert stats.p99_ms == 1e3 * 100
+        lost.set_result("killed")
+        tasks.cancel_all()

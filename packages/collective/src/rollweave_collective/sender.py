@@ -111,7 +111,8 @@ class Sender:
         self._turn = asyncio.Lock()
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="weights sender", daemon=True)
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="weights sender", daemon=True)
         self._thread.start()
         try:
             listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
@@ -160,10 +161,6 @@ class Sender:
         self._sending.shutdown(wait=False)
 
     # On the thread of the loop.
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     async def _listen(self) -> Listener:
         return await Tcp(idle_timeout_s=self._wait_s, decode=decode).listen(self._host, self._serve)

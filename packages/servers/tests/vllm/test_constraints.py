@@ -236,3 +236,99 @@ def test_an_answer_whose_masks_take_too_long_ends(
         grammar.fill_bitmask(row, 0)
         answers.append(grammar.accept_tokens("r", [1]))
     assert answers == [True, False, False]
+
+
+def test_the_first_model_runner_is_hooked_at_the_same_places(plugin: ModuleType) -> None:
+    """With the signatures of vLLM 0.32: its temperatures are those before the step."""
+
+    def mask(scheduled: Any, grammar: Any, batch: Any, logits: torch.Tensor) -> None:
+        assert (scheduled, batch) == ("scheduled", given)
+        logits[:, :4] = float("-inf")
+
+    class Runner:
+        def _sample(self, logits: torch.Tensor, speculative: Any) -> Any:
+            assert speculative == "none"
+            self.input_batch.sampling_metadata = None
+            logprobs = logits.log_softmax(-1).max(dim=-1, keepdim=True)
+            return SimpleNamespace(
+                sampled_token_ids=logprobs.indices,
+                logprobs_tensors=SimpleNamespace(
+                    logprobs=logprobs.values, logprob_token_ids=logprobs.indices
+                ),
+            )
+
+    module: Any = SimpleNamespace(GPUModelRunner=Runner, apply_grammar_bitmask=mask)
+    plugin._keep(module)
+    logits = torch.randn(1, 8)
+    metadata = SimpleNamespace(temperature=torch.tensor([0.5]))
+    given = SimpleNamespace(req_ids=["r"], sampling_metadata=metadata)
+    wanted = (logits / 0.5).log_softmax(-1)
+    grammar = SimpleNamespace(structured_output_request_ids=["r"])
+    module.apply_grammar_bitmask("scheduled", grammar, given, logits)
+    runner: Any = Runner()
+    runner.input_batch = given
+    output = runner._sample(logits, "none")
+    token = int(output.sampled_token_ids)
+    assert token >= 4
+    assert float(output.logprobs_tensors.logprobs) == pytest.approx(float(wanted[0, token]))
+
+
+def test_an_answer_ends_with_a_stop_token_of_its_request_alone(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"error": False, "accepts": False}
+
+    class Grammar:
+        terminated = False
+
+        def __init__(self, **fields: Any) -> None:
+            vars(self).update(fields)
+
+        def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+            seen.append((request_id, tokens))
+            return tokens != [9]
+
+        def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+            bitmask[idx] = -1
+
+    class Backend:
+        def compile_grammar(self, kind: Any, text: str, stops: Any = None) -> Grammar:
+            assert (kind, text) == ("grammar", "start: /a/")
+            matcher = SimpleNamespace(
+                is_error=lambda: state["error"], is_accepting=lambda: state["accepts"]
+            )
+            tokens = SimpleNamespace(eos_token=OWN)
+            return Grammar(ll_matcher=matcher, ll_tokenizer=tokens, vocab_size=63)
+
+    seen, name = list[Any](), "vllm.v1.structured_output.backend_guidance"
+    for at in range(4):
+        module = ".".join(name.split(".")[: at + 1])
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    vars(sys.modules[name])["GuidanceGrammar"] = Grammar
+    plugin._end(Backend)
+    assert Backend().compile_grammar("grammar", "start: /a/").ends == ()
+    grammar = Backend().compile_grammar("grammar", "start: /a/", [END, 62, 63, 99])
+    assert grammar.ends == (END, 62), "those of the model's vocabulary"
+    assert grammar.vocab_size == 63
+    row = torch.zeros(2, 2, dtype=torch.int32)
+    for accepts, error, words in (
+        (False, False, [0x7FFFFFFF, -1]),
+        (True, False, [0x7FFFFFFF, -1]),
+        (False, True, [-1, -1]),
+    ):
+        state |= {"accepts": accepts, "error": error}
+        grammar.fill_bitmask(row, 1)
+        assert row.tolist() == [[0, 0], words]
+    state |= {"accepts": False, "error": False}
+    assert grammar.accept_tokens("r", [END]), "the text goes on"
+    assert not grammar.terminated
+    assert not grammar.accept_tokens("r", [9])
+    assert grammar.accept_tokens("r", [])
+    state["accepts"] = True
+    assert grammar.accept_tokens("r", [5])
+    assert not grammar.terminated
+    assert grammar.accept_tokens("r", [5, END])
+    assert grammar.terminated
+    assert seen == [("r", [END]), ("r", [9]), ("r", []), ("r", [5])]
+    state |= {"accepts": False, "error": True}
+    assert not grammar.accept_tokens("r", [5])

@@ -102,6 +102,21 @@ async def server(model: Path) -> AsyncIterator[tuple[FakeServer, NixlKv]]:
     await runner.cleanup()
 
 
+async def test_kv_is_told_by_the_weights_that_computed_it(
+    server: tuple[FakeServer, NixlKv], tmp_path: Path
+) -> None:
+    """Published weights are the same for all engines; those of a folder are not."""
+    _, kv = server
+    other: Any = SimpleNamespace(url="http://127.0.0.1:9", token="t")
+    elsewhere = msgspec.structs.replace(kv._spec, model=str(tmp_path))
+    second = NixlKv(elsewhere, kv._shape, other)
+    for publication_id in (-1, 0, 1):
+        one, two = (each._compatibility(publication_id) for each in (kv, second))
+        assert (one == two) == (publication_id >= 0)
+        assert one["publication_id"] == publication_id
+    await second.close()
+
+
 async def test_an_export_and_an_import_are_requests_for_one_token(
     server: tuple[FakeServer, NixlKv],
 ) -> None:

@@ -168,6 +168,14 @@ def test_a_request_that_lost_its_kv_computes_a_prompt_again(scheduler: Any, bato
     assert snapshot.rows[0].tokens == 4
 
 
+def test_a_request_that_has_ended_is_not_listed(scheduler: Any, baton: Baton) -> None:
+    scheduler.requests |= {id: Request(id, 1) for id in "ab"}
+    scheduler.requests["a"].finished = True
+    rows = step(scheduler, baton).rows
+    assert rows is not None
+    assert [(row.missing, row.tokens) for row in rows] == [(1, 1)]
+
+
 def test_requests_without_room_and_steps_without_work(scheduler: Any, baton: Baton) -> None:
     assert step(scheduler, baton).steps == []
     for number in range(2 + 256 + 1):
@@ -238,6 +246,8 @@ def test_an_error_in_lending_ends_lending_and_not_the_server(
         ({}, "", "ROLLWEAVE_LENDING must be the path of a socket for lenders, got nothing"),
         ({"asynchronous": True}, "s", "async_scheduling must be false .*, got true"),
         ({"stages": 2}, "s", "pipeline_parallel_size must be 1 to lend, got 2"),
+        ({"ranks": 2}, "s", "data_parallel_size must be 1 to lend, got at least 2"),
+        ({"rank": 1}, "s", "data_parallel_size must be 1 to lend, got at least 2"),
         ({"ranks": 4}, "s", "data_parallel_size must be 1 to lend, got at least 4"),
         ({"rank": 2}, "s", "data_parallel_size must be 1 to lend, got at least 3"),
     ],
