@@ -307,7 +307,7 @@ def simulate(
         summary=summary,
         lines=metrics.lines,
         events=world.events,
-        gpus=max(engines, config.trainer.ranks) if shared else engines + config.trainer.ranks,
+        gpus=max(engines, config.trainer.first_ranks) if shared else engines + config.trainer.first_ranks,
         engine_gpus=engines,
         pools_busy=world.pools_busy() if config.pools else {},
         rewards_used=rewards.utilization() if rewards is not None else None,

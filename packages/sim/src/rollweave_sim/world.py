@@ -13,7 +13,11 @@ from typing import Protocol
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
+from rollweave.core.mechanisms.membership.members import (
+    engines_to_start,
+    first_engines,
+    ranks_to_start,
+)
 from rollweave.core.mechanisms.relays.state import relay_id
 from rollweave.core.state import Stage
 from rollweave.envs.tasks import rules_of
@@ -138,6 +142,9 @@ class World:
             scored=self.rollouts.scored,
             trace=trace,
             critic=config.has_critic,
+            of_ranks=trainer_cost.of_ranks
+            if config.trainer.elastic and isinstance(trainer_cost, TrainerCost)
+            else None,
         )
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
@@ -156,7 +163,7 @@ class World:
             observer=observer,
             finish=self._finish,
         )
-        self.slots = self.hosts.place(first_engines(config))
+        self.slots = self.hosts.place(first_engines(config), ranks=config.trainer.first_ranks)
         # called after every event: tests and fault searches check the core here
         self.each_event: Callable[[], None] | None = None
 
@@ -216,7 +223,10 @@ class World:
         self.trainer.drop()
         self.predictor.drop()
         self.hosts.begin()
-        self.slots = self.hosts.place(engines_to_start(self.config, core.state))
+        self.slots = self.hosts.place(
+            engines_to_start(self.config, core.state),
+            ranks=ranks_to_start(self.config, core.state),
+        )
         self.fleet.start(self.slots)
         self.relays.start()
         self.post(
@@ -348,7 +358,7 @@ def costs_of(config: RunConfig) -> Costs:
         trainer = TrainerCost(
             gpu=gpu(name),
             model=shape,
-            gpus=config.trainer.ranks,
+            gpus=config.trainer.first_ranks,
             link=link(sim.link),
             passes=passes_of(config),
         )
