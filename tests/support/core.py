@@ -187,9 +187,25 @@ def until(world: World, kind: type[c.Command]) -> c.Command:
 
 
 @contextmanager
+def alternating() -> Iterator[None]:
+    """Ask after each step for as many ranks less than the maximum as there are more
+    than the minimum, whatever was measured.
+    """
+
+    def other(
+        times: StepTimes, _load: Load, *, ranks: int, bounds: tuple[int, int], **_: Any
+    ) -> Division:
+        return Division(ranks=sum(bounds) - ranks, step_s=times.step_s, gain=1.0)
+
+    with asking(0), mock.patch.object(division, "division", other):
+        yield
+
+
+@contextmanager
 def asking(seed: int) -> Iterator[None]:
     """Ask for an engine's move in a random way after each step, or for a random
-    division of places, whatever was measured, and compute prompts elsewhere whenever that is possible.
+    division of places, whatever was measured, and compute prompts elsewhere whenever
+    that is possible.
     """
     draw = random.Random(seed)
     load = Load(
@@ -211,7 +227,8 @@ def asking(seed: int) -> Iterator[None]:
     def any_division(
         times: StepTimes, load: Load, *, ranks: int, engines: int, bounds: tuple[int, int], **_: Any
     ) -> Division:
-        assert load.attempts and bounds[0] <= ranks <= bounds[1] and engines
+        assert bounds[0] <= ranks <= bounds[1]
+        assert load.attempts * engines
         return Division(ranks=draw.randint(*bounds), step_s=times.step_s, gain=1.0)
 
     with (

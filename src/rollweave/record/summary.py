@@ -290,7 +290,7 @@ def outcome_line(summary: Summary) -> str:
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
     """Return a line for people about what scheduling by trajectory did; "" if no
-    lengths were predicted, and no turn, no prompt, no engine, no place and no task domain moved.
+    lengths were predicted, and no turn, prompt, engine, place or task domain moved.
     """
     domains, split = counted.get("moved_domains", 0), counted.get("split_turns", 0)
     elsewhere = [f"{domains:,.0f} changes of a domain's pools"] if domains else []

@@ -134,11 +134,11 @@ def test_a_move_whose_checkpoint_fails_is_given_up() -> None:
     world = World(elastic("bounded", steps=8), 4)
     with core.asking(4):
         part = until_moving(world)
-        ranks, trainer = part.former, world.core.state.trainer
+        trainer = world.core.state.trainer
         assert trainer.saving is not None
         world.feed(e.CheckpointFailed(epoch=trainer.epoch, step=trainer.saving, error="disk"))
         assert part.goal == 0
-        assert f"keeps {ranks} ranks: the checkpoint failed" in {
+        assert "stays with the former division: the checkpoint failed" in {
             one.message for one in of(world.commands[-1], c.Warn)
         }
         assert trainer.status is not TrainerStatus.SAVING

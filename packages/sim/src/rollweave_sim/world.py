@@ -13,13 +13,9 @@ from typing import Protocol
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.membership.members import (
-    engines_to_start,
-    first_engines,
-    ranks_to_start,
-)
+from rollweave.core.mechanisms.membership.members import engines_to_start, ranks_to_start
 from rollweave.core.mechanisms.relays.state import relay_id
-from rollweave.core.state import Stage
+from rollweave.core.state import Stage, State
 from rollweave.envs.tasks import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
@@ -142,9 +138,7 @@ class World:
             scored=self.rollouts.scored,
             trace=trace,
             critic=config.has_critic,
-            of_ranks=trainer_cost.of_ranks
-            if config.trainer.elastic and isinstance(trainer_cost, TrainerCost)
-            else None,
+            of_ranks=_of_ranks(config, trainer_cost),
         )
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
@@ -163,9 +157,14 @@ class World:
             observer=observer,
             finish=self._finish,
         )
-        self.slots = self.hosts.place(first_engines(config), ranks=config.trainer.first_ranks)
+        self.slots = self._place(self.core.state)
         # called after every event: tests and fault searches check the core here
         self.each_event: Callable[[], None] | None = None
+
+    def _place(self, state: State) -> tuple[e.EngineSlot, ...]:
+        """Return the engines of a new world, and place the trainer's ranks."""
+        engines = engines_to_start(self.config, state)
+        return self.hosts.place(engines, ranks=ranks_to_start(self.config, state))
 
     def post(self, event: e.Event) -> None:
         self.inbox.append(event)
@@ -223,10 +222,7 @@ class World:
         self.trainer.drop()
         self.predictor.drop()
         self.hosts.begin()
-        self.slots = self.hosts.place(
-            engines_to_start(self.config, core.state),
-            ranks=ranks_to_start(self.config, core.state),
-        )
+        self.slots = self._place(core.state)
         self.fleet.start(self.slots)
         self.relays.start()
         self.post(
@@ -321,6 +317,11 @@ class World:
 
     def _finish(self, error: str) -> None:
         self.over = error
+
+
+def _of_ranks(config: RunConfig, cost: TrainerCosts) -> Callable[[int], TrainerCosts] | None:
+    """Return the costs of a trainer by its number of ranks, if that changes."""
+    return cost.of_ranks if config.trainer.elastic and isinstance(cost, TrainerCost) else None
 
 
 def section(config: RunConfig) -> SimConfig:

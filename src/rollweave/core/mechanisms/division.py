@@ -173,9 +173,7 @@ def _times(
         return None
 
     def passed(cause: str, *, engines: bool = False) -> float:
-        old, new = (
-            (before.engines, after.engines) if engines else (before.trainer, after.trainer)
-        )
+        old, new = (before.engines, after.engines) if engines else (before.trainer, after.trainer)
         return new.get(cause, 0.0) - old.get(cause, 0.0)
 
     step_s = after.at - before.at
@@ -202,8 +200,10 @@ def _begin(run: Run, goal: int, why: str) -> None:
     part, state = run.part(Dividing), run.state
     ranks = state.hosts.ranks
     taken = {(rank.host, device) for rank in ranks for device in rank.devices}
-    present = sorted(reversed(state.engines.values()), key=lambda engine: len(engine.active))
-    free = [one for one in present if not taken & {(one.seat.host, gpu) for gpu in one.seat.devices}]
+    present = sorted([*state.engines.values()][::-1], key=lambda engine: len(engine.active))
+    free = [
+        one for one in present if not taken & {(one.seat.host, gpu) for gpu in one.seat.devices}
+    ]
     leaving = free[: min(goal - len(ranks), len(present) - 1)] if goal > len(ranks) else []
     goal = min(goal, len(ranks) + len(leaving))
     if goal == len(ranks):
@@ -213,16 +213,16 @@ def _begin(run: Run, goal: int, why: str) -> None:
     part.engines = {engine.id: run.now for engine in leaving}
     part.places = [RankSlot(host=one.seat.host, devices=one.seat.devices) for one in leaving]
     state.counters.scheduling.moved_ranks += abs(goal - len(ranks))
-    after = len(present) + len(ranks) - goal
-    run.emit(
-        Warn(
-            component="trainer",
-            message=f"moves from {len(ranks)} ranks and {len(present)} engines to {goal} ranks and "
-            f"{after} engines: {why}",
-        )
-    )
+    places = len(ranks) + len(present)
+    former, after = _shown(len(ranks), places), _shown(goal, places)
+    run.emit(Warn(component="trainer", message=f"moves from {former} to {after}: {why}"))
     for engine in leaving:
         membership.drain(run, engine)
+
+
+def _shown(ranks: int, places: int) -> str:
+    numbers = {"rank": ranks, "engine": places - ranks}
+    return " and ".join(f"{number} {what}{'s' * (number > 1)}" for what, number in numbers.items())
 
 
 def advance(run: Run) -> None:
@@ -260,7 +260,9 @@ def _arrive(run: Run) -> None:
     _start_engines(run, part.former - part.goal)
     part.goal = 0
     took_s = run.now - part.since
-    text = f"continues with {len(run.state.hosts.ranks)} ranks after {took_s:.3g} s"
+    ranks = len(run.state.hosts.ranks)
+    shown = _shown(ranks, ranks + len(run.state.engines))
+    text = f"continues with {shown} after {took_s:.3g} s"
     run.emit(Warn(component="trainer", message=text))
 
 
@@ -276,7 +278,7 @@ def _give_up(run: Run, why: str) -> None:
     for engine in staying:
         engine.draining = False
     engines.fleet_changed(run)
-    run.emit(Warn(component="trainer", message=f"keeps {part.former} ranks: {why}"))
+    run.emit(Warn(component="trainer", message=f"stays with the former division: {why}"))
     _start_engines(run, len(part.places) - len(staying))
     _stop(run)
 

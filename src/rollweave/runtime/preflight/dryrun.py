@@ -432,7 +432,8 @@ def _ports(config: RunConfig, site: Site) -> Iterator[Check]:
     try:
         bound_socket("127.0.0.1", 0).close()
     except OSError as error:
-        text = f"must have a local port on which {config.trainer.most_ranks} ranks connect, got {error}"
+        ranks = config.trainer.most_ranks
+        text = f"must have a local port on which {ranks} ranks connect, got {error}"
         yield fail("trainer.ranks", text)
     else:
         yield ok("ports", "trainer ranks connect on a free local port; nothing else listens")

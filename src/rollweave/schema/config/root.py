@@ -61,7 +61,7 @@ class RunConfig(Sections):
             raise FieldErrors(errors)
 
     def _of_tasks(self) -> Iterator[FieldError]:
-        rollout, trainer = self.rollout, self.trainer
+        rollout = self.rollout
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield FieldError("tasks", "have distinct names (set tag)", names)
@@ -97,7 +97,7 @@ class RunConfig(Sections):
         if most < first:
             yield "ranks.minimum", f"be at most the maximum ({most})", first
         elif trainer.elastic and len(self.engines) > 1:
-            yield "ranks", "be a number unless one group has all engines", dict(trainer.ranks)
+            yield "ranks", "be a number unless one group has all engines", trainer.ranks
         elif trainer.elastic and most >= first + engines:
             rule = f"be at most {first + engines - 1}, so that one of {engines} engines remains"
             yield "ranks.maximum", rule, most
