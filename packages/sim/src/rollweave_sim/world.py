@@ -97,8 +97,7 @@ class World:
         """
         self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
-        self.clock = Clock()
-        self.inbox: deque[e.Event] = deque()
+        self.clock, self.inbox = Clock(), deque[e.Event]()
         self.events = 0
         self.over: str | None = None
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)

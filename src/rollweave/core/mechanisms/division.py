@@ -1,6 +1,6 @@
 """The division of places between engines and ranks of the trainer: between steps, the
 run gives places of engines to further ranks, or back, by what it has measured (RollArt
-§9; docs/decisions/0028).
+§8; docs/decisions/0028).
 
 After each step, `core/policy/ratio` is given the times of the step and the load of the
 engines (`mechanisms/load`), and compares all divisions. Once the best one has been the
@@ -200,7 +200,9 @@ def _begin(run: Run, goal: int, why: str) -> None:
     part, state = run.part(Dividing), run.state
     ranks = state.hosts.ranks
     taken = {(rank.host, device) for rank in ranks for device in rank.devices}
-    present = sorted([*state.engines.values()][::-1], key=lambda engine: len(engine.active))
+    present = sorted(
+        state.engines.values(), key=lambda one: (len(one.active), -members.number_of(one.id))
+    )
     free = [
         one for one in present if not taken & {(one.seat.host, gpu) for gpu in one.seat.devices}
     ]
