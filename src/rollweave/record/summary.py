@@ -303,7 +303,8 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
     if moves := counted.get("moved_engines", 0):
         elsewhere.append(f"{moves:,.0f} moves of engines between prefill and decoding")
     if moves := counted.get("moved_ranks", 0):
-        elsewhere.append(f"{moves:,.0f} places moved between engines and the trainer")
+        places = "place" if moves == 1 else "places"
+        elsewhere.append(f"{moves:,.0f} {places} moved between engines and the trainer")
     to_pools = ", ".join(elsewhere)
     requested, moved, failed = (
         counted.get("predictions", 0),
