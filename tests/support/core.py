@@ -8,8 +8,9 @@ from unittest import mock
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
-from rollweave.core.mechanisms import ratio
-from rollweave.core.policy.ratio import Change, Load, Patience
+from rollweave.core.mechanisms import division, ratio
+from rollweave.core.mechanisms.membership.members import engines_to_start
+from rollweave.core.policy.ratio import Change, Division, Load, Patience, StepTimes
 from rollweave.core.policy.routing import PrefillSite
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -52,6 +53,10 @@ SPLIT = [{"phase": "prefill", "count": 1}, {"phase": "decode"}]
 
 EITHER = [{"phase": "either", "count": 3}]
 """A group of engines, for `config`, that move between prefill and decoding."""
+
+
+ELASTIC = {"ranks": {"minimum": 1, "maximum": 3}}
+"""The settings of a trainer, for `config`, that takes places of engines."""
 
 
 def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConfig:
@@ -106,6 +111,10 @@ def restart_controller(world: World) -> None:
     world.finish = None
     world.compared.clear()
     world.core = Core.restore(world.core.snapshot(), world.config)
+    if world.config.trainer.elastic:
+        slots = engines_to_start(world.config, world.core.state)
+        world.engine_degrees = {str(slot.id): slot.degree for slot in slots}
+        world.engine_epoch = dict.fromkeys(world.engine_degrees, 0)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
     world.with_memory.clear()
@@ -116,6 +125,7 @@ def restart_controller(world: World) -> None:
         e.WorldLost(
             engines=world.slots(),
             relays=relays,
+            ranks=world.rank_slots(),
             workers=world.worker_slots(),
             recorded=recorded,
         )
@@ -177,9 +187,25 @@ def until(world: World, kind: type[c.Command]) -> c.Command:
 
 
 @contextmanager
+def alternating() -> Iterator[None]:
+    """Ask after each step for as many ranks less than the maximum as there are more
+    than the minimum, whatever was measured.
+    """
+
+    def other(
+        times: StepTimes, _load: Load, *, ranks: int, bounds: tuple[int, int], **_: Any
+    ) -> Division:
+        return Division(ranks=sum(bounds) - ranks, step_s=times.step_s, gain=1.0)
+
+    with asking(0), mock.patch.object(division, "division", other):
+        yield
+
+
+@contextmanager
 def asking(seed: int) -> Iterator[None]:
-    """Ask for an engine's move in a random way after each step, whatever was measured,
-    and compute prompts elsewhere whenever that is possible.
+    """Ask for an engine's move in a random way after each step, or for a random
+    division of places, whatever was measured, and compute prompts elsewhere whenever
+    that is possible.
     """
     draw = random.Random(seed)
     load = Load(
@@ -198,10 +224,20 @@ def asking(seed: int) -> Iterator[None]:
         ways = [way for way in (1, -1) if prefill + way >= 0 and decode - way >= 1]
         return Change(way=draw.choice(ways), prefill=prefill, gain=1.0)
 
+    def any_division(
+        times: StepTimes, load: Load, *, ranks: int, engines: int, bounds: tuple[int, int], **_: Any
+    ) -> Division:
+        assert bounds[0] <= ranks <= bounds[1]
+        assert load.attempts * engines
+        return Division(ranks=draw.randint(*bounds), step_s=times.step_s, gain=1.0)
+
     with (
-        mock.patch.object(ratio, "_load", return_value=load),
+        mock.patch.object(ratio, "load_between", return_value=load),
+        mock.patch.object(division, "load_between", return_value=load),
         mock.patch.object(ratio, "change", any_way),
+        mock.patch.object(division, "division", any_division),
         mock.patch.object(ratio, "pays", return_value=True),
+        mock.patch.object(division, "pays", return_value=True),
         mock.patch.object(Patience, "needed", return_value=1),
         always_split(),
     ):

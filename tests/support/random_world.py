@@ -12,7 +12,7 @@ import types
 from typing import Any
 
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.membership.members import first_engines, next_id
+from rollweave.core.mechanisms.membership.members import first_engines, next_id, ranks_to_start
 from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.state import Stage
@@ -187,7 +187,7 @@ class World:
                 hosts=tuple(map(self.host, range(len(self.relay_epoch))))
                 if self.own_machines
                 else (),
-                ranks=(RankSlot(),) if self.own_machines else (),
+                ranks=self.rank_slots(),
                 workers=self.worker_slots(),
             )
         )
@@ -198,6 +198,12 @@ class World:
         for name in self.engine_epoch:
             self.join(name)
         self.later(e.TrainerReady(epoch=0, step=0))
+
+    def rank_slots(self) -> tuple[RankSlot, ...]:
+        """Return the trainer's ranks in a new world."""
+        if self.config.trainer.elastic:
+            return (RankSlot(),) * ranks_to_start(self.config, self.core.state)
+        return (RankSlot(),) if self.own_machines else ()
 
     def host(self, number: int, cpus: int = 1) -> HostSlot:
         return HostSlot(number=number, cpus=cpus, machine=f"m{number}" if self.own_machines else "")

@@ -23,6 +23,7 @@ class SchedulingCounters(msgspec.Struct):
     reallocations: int = 0
     released: int = 0  # engines freed by consolidation
     moved_engines: int = 0  # between prefill and decoding (mechanisms/ratio)
+    moved_ranks: int = 0  # places, between engines and the trainer (mechanisms/division)
     moved_domains: int = 0  # changes of a domain's shares of pools (mechanisms/pools)
     repacked: int = 0  # trajectories moved by consolidation
     kv_reported: int = 0  # engines that consolidation judged by the KV that they report

@@ -50,7 +50,7 @@ def checkpoint_is_due(since_s: float, *, every_s: float, last_s: float) -> bool:
     return every_s > 0 and since_s >= max(every_s, last_s / COST_SHARE)
 
 
-def _enter(run: Run, status: TrainerStatus) -> None:
+def enter(run: Run, status: TrainerStatus) -> None:
     trainer = run.state.trainer
     trainer.status, trainer.since = status, run.now
     if status is not TrainerStatus.MEASURING:
@@ -92,7 +92,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
         weights.keep_checkpoints(run, but=range(event.step + 1))
     lost, before = max(0, trainer.step - event.step), _discarded(run)
     trainer.step, trainer.parts_done = event.step, 0
-    _enter(run, TrainerStatus.IDLE)
+    enter(run, TrainerStatus.IDLE)
     if state.publication.version > event.step:  # which is discarded
         continuation.restored(run, event.step)
     for step in [step for step in state.checkpoints.lineage if step >= event.step]:
@@ -138,7 +138,7 @@ def take_batch(run: Run) -> None:
         trainer.measuring = unmeasured
         refs = _refs(run, [state.groups[group_id] for group_id in unmeasured])
         run.emit(MeasureGroups(step=trainer.step, part=trainer.parts_done, groups=refs))
-        _enter(run, TrainerStatus.MEASURING)
+        enter(run, TrainerStatus.MEASURING)
         return
     taken = [state.groups[group_id] for group_id in run.pacing.choose_batch(run, wanted)]
     if not taken:
@@ -149,7 +149,7 @@ def take_batch(run: Run) -> None:
         trainer.batch.append(group.id)
     step, part, parts = trainer.step, trainer.parts_done, run.minibatches_per_step
     run.emit(TrainStep(step=step, part=part, parts=parts, groups=_refs(run, taken)))
-    _enter(run, TrainerStatus.TRAINING)
+    enter(run, TrainerStatus.TRAINING)
 
 
 def may_take(run: Run) -> bool:
@@ -200,7 +200,7 @@ def on_measured(run: Run, event: GroupsMeasured) -> None:
     for measured in event.groups:
         if measured.id in state.buffer:
             state.groups[measured.id].measures = measured.measures
-    _enter(run, TrainerStatus.IDLE)
+    enter(run, TrainerStatus.IDLE)
 
 
 def on_trained(run: Run, event: StepTrained) -> None:
@@ -215,7 +215,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
     state.checkpoints.lineage.setdefault(trainer.step, []).extend(trainer.batch)
     trainer.batch = []
     trainer.parts_done += 1
-    _enter(run, TrainerStatus.IDLE)
+    enter(run, TrainerStatus.IDLE)
     if trainer.parts_done == run.minibatches_per_step:
         trainer.step += 1
         trainer.parts_done = 0
@@ -250,7 +250,7 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     names = ", ".join(trainer.batch or trainer.measuring)
     taken, trainer.batch = trainer.batch, []
     groups.return_to_buffer(run, taken, trained=False)
-    _enter(run, TrainerStatus.IDLE)
+    enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
         good = f"step {state.checkpoints.newest}"
         if trainer.saving is not None:
@@ -276,7 +276,7 @@ def publish(run: Run, from_checkpoint: int | None = None) -> None:
             release=run.colocated,
         )
     )
-    _enter(run, TrainerStatus.PUBLISHING)
+    enter(run, TrainerStatus.PUBLISHING)
 
 
 def on_published(run: Run, event: WeightsPublished) -> None:
@@ -295,7 +295,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
         weights.mark_checkpointed(run, event.version, event.publication_id)
     evaluation.abandon_if_superseded(run, event.version)
     evaluation.drop_if_not_resumed(run, event.version)
-    _enter(run, TrainerStatus.IDLE)
+    enter(run, TrainerStatus.IDLE)
     run.follow(TrainerMove.PUBLISHED)
     if not run.training:
         return
@@ -332,7 +332,7 @@ def save(run: Run) -> None:
         return
     if trainer.saving == trainer.step and (trainer.exports or not export):
         return
-    _enter(run, TrainerStatus.SAVING)
+    enter(run, TrainerStatus.SAVING)
     if trainer.saving is not None:
         trainer.save_pending = True
         return
@@ -359,7 +359,7 @@ def on_checkpoint_copied(run: Run, event: CheckpointCopied) -> None:
         and trainer.status is TrainerStatus.SAVING
         and not trainer.save_pending
     ):
-        _enter(run, TrainerStatus.IDLE)
+        enter(run, TrainerStatus.IDLE)
 
 
 def on_checkpoint_saved(run: Run, event: CheckpointSaved) -> None:
@@ -409,7 +409,7 @@ def _finish_save(run: Run) -> None:
     if trainer.save_pending:
         save(run)
     elif trainer.status is TrainerStatus.SAVING:
-        _enter(run, TrainerStatus.IDLE)
+        enter(run, TrainerStatus.IDLE)
 
 
 # Loss of the trainer.
@@ -440,7 +440,7 @@ def restart(run: Run, reason: str) -> None:
     trainer.saving, trainer.save_pending = None, False
     host_lost = any(rank.host not in state.hosts.up for rank in state.hosts.ranks)
     if trainer.restarts >= run.config.watchdog.restarts and not host_lost:
-        _enter(run, TrainerStatus.STARTING)
+        enter(run, TrainerStatus.STARTING)
         state.error = (
             state.error or f"the trainer failed {trainer.restarts + 1} times; last: {reason}"
         )
@@ -459,7 +459,7 @@ def start_process(run: Run, reason: str) -> None:
     weights.trainer_lost(run)
     trainer.saving, trainer.save_pending = None, False
     trainer.epoch += 1
-    _enter(run, TrainerStatus.STARTING)
+    enter(run, TrainerStatus.STARTING)
     start(run, reason)
 
 

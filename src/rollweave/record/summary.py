@@ -290,7 +290,7 @@ def outcome_line(summary: Summary) -> str:
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
     """Return a line for people about what scheduling by trajectory did; "" if no
-    lengths were predicted, and no turn, no prompt, no engine and no task domain moved.
+    lengths were predicted, and no turn, prompt, engine, place or task domain moved.
     """
     domains, split = counted.get("moved_domains", 0), counted.get("split_turns", 0)
     elsewhere = [f"{domains:,.0f} changes of a domain's pools"] if domains else []
@@ -302,6 +302,9 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
         )
     if moves := counted.get("moved_engines", 0):
         elsewhere.append(f"{moves:,.0f} moves of engines between prefill and decoding")
+    if moves := counted.get("moved_ranks", 0):
+        places = "place" if moves == 1 else "places"
+        elsewhere.append(f"{moves:,.0f} {places} moved between engines and the trainer")
     to_pools = ", ".join(elsewhere)
     requested, moved, failed = (
         counted.get("predictions", 0),

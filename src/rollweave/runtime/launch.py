@@ -71,8 +71,9 @@ def train(
     check_transport(config)
     check_installed(config)
     check_platform(config)
-    if inproc and config.cluster is not None:
-        raise ConfigError("--inproc must be left out with [cluster], whose hosts run processes")
+    if inproc and (config.cluster is not None or config.trainer.elastic):
+        many = "[cluster], whose hosts" if config.cluster else "a changing number of ranks, which"
+        raise ConfigError(f"--inproc must be left out with {many} run processes")
     apart = config.workers.maximum > 0
     with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config, imported=not apart)

@@ -18,6 +18,7 @@ from rollweave.core.mechanisms.membership.bindings import (
     crowded,
     one_machine,
 )
+from rollweave.core.mechanisms.membership.members import ranks_to_start
 from rollweave.engine.clients.base import Generates
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import RunJournal
@@ -87,7 +88,8 @@ class Life(Records):
         Raises ConfigError if a process has no place.
         """
         config = self.config
-        slots, ranks, unbound = bind_all(config, engines, hosts, trainer=not serving)
+        number = 0 if serving else ranks_to_start(config, self.beginning.core.state)
+        slots, ranks, unbound = bind_all(config, engines, hosts, ranks=number)
         workers, more = bind_workers(config, hosts, slots, ranks)
         if unbound or more:
             raise ConfigError("\n".join(f"{one.process}: {one.reason}" for one in unbound + more))

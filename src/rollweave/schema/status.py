@@ -56,14 +56,15 @@ class EngineState(Struct, frozen=True, kw_only=True):
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
-    """The trainer: its status since `seconds`, the steps that it has trained, and the
-    numbers of the hosts of its ranks.
+    """The trainer: its status since `seconds`, the steps that it has trained, the
+    numbers of the hosts of its ranks, and the number of these ranks.
     """
 
     status: str
     seconds: float
     step: int
     hosts: tuple[int, ...] = ()
+    ranks: int = 1
 
 
 class RunStatus(Struct, frozen=True, kw_only=True):

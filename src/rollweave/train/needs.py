@@ -52,10 +52,10 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
     """Return the needs of one rank."""
     trainer, on_gpu = config.trainer, config.model.device == "cuda"
     need = functools.partial(Need, setting="trainer.ranks")
-    model = shard = _divided(shape, trainer.ranks, trainer.tensor_parallel) * MASTER_BYTES
+    model = shard = _divided(shape, trainer.first_ranks, trainer.tensor_parallel) * MASTER_BYTES
     if config.lora is not None:
         # a tensor group divides one matrix of each adapter, which is neglected here
-        groups = trainer.ranks // trainer.tensor_parallel
+        groups = trainer.first_ranks // trainer.tensor_parallel
         shard = -(-trained_parameters(config, shape) // groups) * MASTER_BYTES
         model += shard
     on_device = "optimizer" not in trainer.save_memory
@@ -67,7 +67,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
     kl = bool(config.algorithm.kl)
     copied = 3 * shard * on_gpu  # on a CPU, it is written from the state itself
     # the weights map the newest version until the update, which then drops gradients
-    mapped = not (on_gpu or kl or undoable) and trainer.ranks == 1
+    mapped = not (on_gpu or kl or undoable) and trainer.most_ranks == 1
     mapped = mapped and NUMBER_BYTES[config.model.dtype] == MASTER_BYTES
     needs = [
         need(what="weights", nbytes=model),
@@ -86,7 +86,7 @@ def rank_needs(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Need]
         needs.append(published(config, shape, versions=PUBLISHED - mapped))
     if trainer.colocated:
         needs = list(_in_turn(needs, on_gpu=on_gpu))
-        if on_gpu and trainer.ranks > 1:  # shards are made on the device, and leave it
+        if on_gpu and trainer.most_ranks > 1:  # shards are made on the device, and leave it
             restart = model + shard * config.has_critic
             needs.append(
                 need(what="weights of a restart", nbytes=restart, in_turn=True, at_restart=True)
@@ -127,7 +127,7 @@ def gathered_layers(shape: ModelShape, config: RunConfig) -> int:
     outside of the layers. A rank has only its tensor group's part of the layers'
     matrices.
     """
-    if config.trainer.ranks == 1:
+    if config.trainer.most_ranks == 1:
         return 0
     layer = [size for name, size in shape.tensors().items() if ".layers.0." in name]
     outside = shape.parameters() - shape.layers * sum(map(math.prod, layer))

@@ -97,7 +97,7 @@ def test_engines_and_ranks_begin_on_the_same_gpus(
         # a slow, obvious reference: shared evenly, and only where there are too few
         assert max(used.values()) - min(used.values()) <= 1
         assert len(used) == min(count, sum(gpus))
-    alone, _, _ = bind_all(settings_, first_engines(settings_), hosts, trainer=False)
+    alone, _, _ = bind_all(settings_, first_engines(settings_), hosts, ranks=0)
     assert alone == slots
 
 

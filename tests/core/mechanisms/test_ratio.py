@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.mechanisms import ratio
+from rollweave.core.mechanisms.load import Counted, load_between
 from rollweave.core.policy.ratio import STEADY
 from rollweave.schema import commands as c
 from rollweave.schema.base import EngineId
@@ -119,5 +120,5 @@ def test_steps_without_enough_turns_ask_for_nothing() -> None:
     world = World(core.config("sync", steps=STEADY + 1, engine_groups=core.EITHER), 3)
     world.run()
     assert world.core.state.counters.scheduling.moved_engines == 0
-    counted = ratio.Counted()
-    assert ratio._load(world.core._run, counted, counted) is None
+    counted = Counted()
+    assert load_between(world.core._run, counted, counted, []) is None

@@ -17,8 +17,11 @@ from rollweave.core.policy.ratio import (
     STEADY,
     Load,
     Patience,
+    StepTimes,
     change,
+    division,
     pays,
+    speed,
     turns_per_s,
 )
 from tests.support.properties import examples
@@ -173,3 +176,88 @@ def test_a_move_must_earn_back_its_cost_within_the_steps_that_are_left() -> None
     assert not pays(0.25, steps=2, **month)
     assert not pays(0.25, steps=10**6, **{**month, "cost_s": 8.0 * HORIZON})
     assert not pays(0.25, steps=9, **{**month, "waited_s": 0.0}), "the trainer waits for nothing"
+
+
+# The division of places between engines and ranks of the trainer.
+
+TIMES = st.builds(
+    lambda rollouts, training, other, hidden: StepTimes(
+        step_s=rollouts + training + other - hidden * min(rollouts, training + other),
+        rollouts_s=rollouts,
+        training_s=training,
+        other_s=other,
+    ),
+    st.floats(0.1, 100.0),
+    st.floats(0.1, 100.0),
+    st.floats(0.0, 10.0),
+    st.floats(0.0, 1.0),
+)
+
+
+@settings(max_examples=examples(150))
+@given(
+    times=TIMES,
+    load=LOADS,
+    ranks=st.integers(1, 6),
+    engines=st.integers(1, 6),
+    fewer=st.integers(0, 5),
+    more=st.integers(0, 5),
+    speeds=st.dictionaries(st.integers(1, 12), st.floats(0.1, 20.0), max_size=4),
+)
+def test_no_division_is_better_than_the_one_that_is_found(
+    times: StepTimes,
+    load: Load,
+    ranks: int,
+    engines: int,
+    fewer: int,
+    more: int,
+    speeds: dict[int, float],
+) -> None:
+    bounds = max(1, ranks - fewer), ranks + more
+    found = division(times, load, ranks=ranks, engines=engines, bounds=bounds, speeds=speeds)
+
+    def seconds(number: int) -> float:
+        """The reference: both parts of a step, and what overlaps of them."""
+        slower = turns_per_s(load, 0, engines) / turns_per_s(load, 0, ranks + engines - number)
+        rollouts = times.rollouts_s * slower
+        faster = speed(speeds, number) / speed(speeds, ranks)
+        trainer = times.training_s / faster + times.other_s
+        before = times.rollouts_s, times.training_s + times.other_s
+        share = (sum(before) - times.step_s) / min(before)
+        return max(rollouts, trainer) + (1 - share) * min(rollouts, trainer)
+
+    possible = [
+        number for number in range(bounds[0], bounds[1] + 1) if ranks + engines - number >= 1
+    ]
+    assert found.ranks in possible
+    best = min(map(seconds, possible))
+    assert seconds(found.ranks) <= (1 + BAND) * best * (1 + 1e-6)
+    assert found.step_s == pytest.approx(seconds(found.ranks), rel=1e-6)
+    assert found.gain == pytest.approx(seconds(ranks) / seconds(found.ranks) - 1, abs=1e-6)
+    assert (found.ranks == ranks) == (found.gain == 0)
+
+
+def test_a_speed_that_was_measured_counts_more_than_the_number_of_ranks() -> None:
+    assert [speed({}, number) for number in (1, 2, 5)] == [1, 2, 5]
+    assert [speed({1: 1.0, 4: 2.0}, number) for number in (1, 2, 3, 4, 8)] == [1, 2, 1.5, 2, 4]
+
+
+def test_a_trainer_that_waits_gives_no_engine_away_and_one_that_never_does_takes_some() -> None:
+    load = Load(
+        attempts=64.0,
+        prompt_s=0.0,
+        mixed_s=0.1,
+        move_s=0.0,
+        steps_s=1.0,
+        sequence_s=0.1,
+        between_s=0.0,
+        slots=64,
+    )
+
+    def ranks(rollouts_s: float, training_s: float) -> int:
+        slower = max(rollouts_s, training_s)
+        times = StepTimes(step_s=slower, rollouts_s=rollouts_s, training_s=training_s, other_s=0.0)
+        return division(times, load, ranks=4, engines=4, bounds=(1, 7), speeds={}).ranks
+
+    assert ranks(10.0, 100.0) > 4 > ranks(100.0, 10.0)
+    assert ranks(100.0, 100.0) == 4

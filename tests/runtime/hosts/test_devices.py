@@ -67,7 +67,7 @@ def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     assert environment(Program.ROLE, Share(devices=engines[1].devices)) == wanted
-    serving, none, _ = bind_all(auto, first_engines(auto), machine, trainer=False)
+    serving, none, _ = bind_all(auto, first_engines(auto), machine, ranks=0)
     assert [engine.devices for engine in serving] == [(0,), (1,), (2,)]
     assert none == ()
 

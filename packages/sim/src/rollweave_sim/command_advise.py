@@ -247,9 +247,9 @@ def _configured(base: RunConfig) -> dict[str, tuple[str, int]]:
         gpus[name] = gpus.get(name, 0) + group.count * group.degree
     trains = (base.trainer.pool or next(iter(gpus))) if base.pools else NO_POOL
     gpus[trains] = (
-        max(gpus[trains], base.trainer.ranks)
+        max(gpus[trains], base.trainer.first_ranks)
         if base.trainer.colocated
-        else gpus.get(trains, 0) + base.trainer.ranks
+        else gpus.get(trains, 0) + base.trainer.first_ranks
     )
     chips = {name: _gpu_named(gpu_of(base, name)[0]) for name in gpus}
     return {NO_POOL if len(gpus) == 1 else name: (chips[name], gpus[name]) for name in gpus}

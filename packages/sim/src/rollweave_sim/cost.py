@@ -396,6 +396,12 @@ class TrainerCost:
         self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
         self._passes = passes
 
+    def of_ranks(self, ranks: int) -> "TrainerCost":
+        """Return the costs of a trainer with so many ranks."""
+        return TrainerCost(
+            gpu=self._gpu, model=self._model, gpus=ranks, link=self._link, passes=self._passes
+        )
+
     def step_s(self, *, tokens: int, context: int) -> float:
         """Model the passes of a step, which all have the speed of training (see
         `sim/training`), and its updates, each with a gradient reduction.

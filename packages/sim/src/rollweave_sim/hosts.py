@@ -31,7 +31,7 @@ class SimHosts:
 
     `up` are the present hosts by number; empty stands for one host. `first` are those
     with which a world begins, and `ranks` the first places of the trainer in a
-    colocated run.
+    colocated run, or in one whose ranks change.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -102,16 +102,18 @@ class SimHosts:
         pool = self._config.pools.get(self.pool_of(number))
         return pool.site if pool is not None else ""
 
-    def place(self, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
+    def place(self, slots: Iterable[EngineSlot], *, ranks: int = 0) -> tuple[EngineSlot, ...]:
         """Return the engines of a new world with their places, and note those of the
-        trainer's ranks. Raises ConfigError if a pool lacks GPUs.
+        trainer's ranks, of which there are so many if their number changes. Raises
+        ConfigError if a pool lacks GPUs.
         """
         slots = tuple(slots)
         if not self.first:
+            self.ranks = (RankSlot(),) * (ranks if self._config.trainer.elastic else 0)
             return slots  # they are placed as on one machine
         config = self._config
         placed, self.ranks, unbound = bind_all(
-            config, slots, self.first, trainer=config.trainer.colocated
+            config, slots, self.first, ranks=None if config.trainer.colocated else 0
         )
         if unbound:
             raise ConfigError(f"{unbound[0].process}: {unbound[0].reason}")

@@ -364,6 +364,9 @@ class Reruns:
             )
         if config.trainer.colocated:
             raise ConfigError(f"{path}: the run must have trainer.colocated false, got true")
+        if config.trainer.elastic:
+            rule = "the run must have a fixed number of trainer.ranks"
+            raise ConfigError(f"{path}: {rule}, got {config.trainer.ranks}")
         timings = read_timings(run.journal, config)
         (engines,) = config.engines
         engine = MeasuredEngine(timings, kv_tokens=engines.kv_tokens)
@@ -402,7 +405,7 @@ class Reruns:
         return sorted({self.itself, *chosen})
 
     def _candidate(self, pacing: Pacing, count: int) -> Candidate:
-        (engines,), ranks = self.config.engines, self.config.trainer.ranks
+        (engines,), ranks = self.config.engines, self.config.trainer.first_ranks
         group = EngineGroup(pool=NO_POOL, count=count, degree=engines.degree)
         return Candidate(split=Split(pool=NO_POOL, trainer=ranks, engines=(group,)), pacing=pacing)
 

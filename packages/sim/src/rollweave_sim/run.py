@@ -302,13 +302,12 @@ def simulate(
             sink.close()
     if run is not None:
         write_summary(run.summary, summary)
-    engines = sum(slot.degree for slot in world.slots)
-    shared = config.trainer.colocated
+    engines, ranks = sum(slot.degree for slot in world.slots), config.trainer.first_ranks
     return Outcome(
         summary=summary,
         lines=metrics.lines,
         events=world.events,
-        gpus=max(engines, config.trainer.ranks) if shared else engines + config.trainer.ranks,
+        gpus=max(engines, ranks) if config.trainer.colocated else engines + ranks,
         engine_gpus=engines,
         pools_busy=world.pools_busy() if config.pools else {},
         rewards_used=rewards.utilization() if rewards is not None else None,

@@ -39,7 +39,8 @@ Assumption.
 
 class SimTrainer:
     """A trainer process. `scored` are the trajectories in the store; `critic` says
-    whether it has one.
+    whether it has one. `of_ranks` returns the costs of a number of ranks, if that
+    changes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SimTrainer:
         scored: Mapping[TrajectoryId, Scored],
         trace: Trace | None,
         critic: bool,
+        of_ranks: Callable[[int], TrainerCosts] | None = None,
     ) -> None:
         self._clock, self._post, self._cost, self._scored, self._trace = (
             clock,
@@ -59,7 +61,7 @@ class SimTrainer:
             scored,
             trace,
         )
-        self._critic = critic
+        self._critic, self._of_ranks = critic, of_ranks
         self.epoch = 0
         self._ticket = self._writing = 0
         self._alive = False
@@ -77,6 +79,8 @@ class SimTrainer:
             step, note = command.fallback, f"checkpoint {command.step} is damaged"
             self.checkpoints.discard(command.step or 0)
         self.refuse_restore = False
+        if self._of_ranks is not None:
+            self._cost = self._of_ranks(len(command.ranks))
         self._begin(e.TrainerReady(epoch=command.epoch, step=step or 0, note=note), RESTART_S)
 
     def train(self, command: c.TrainStep) -> None:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
+from rollweave.core.mechanisms.membership.members import engines_to_start, ranks_to_start
 from rollweave.core.mechanisms.relays.state import relay_id
-from rollweave.core.state import Stage
+from rollweave.core.state import Stage, State
 from rollweave.envs.tasks import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
@@ -97,8 +97,7 @@ class World:
         """
         self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
-        self.clock = Clock()
-        self.inbox: deque[e.Event] = deque()
+        self.clock, self.inbox = Clock(), deque[e.Event]()
         self.events = 0
         self.over: str | None = None
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
@@ -138,6 +137,7 @@ class World:
             scored=self.rollouts.scored,
             trace=trace,
             critic=config.has_critic,
+            of_ranks=_of_ranks(config, trainer_cost),
         )
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
@@ -156,9 +156,14 @@ class World:
             observer=observer,
             finish=self._finish,
         )
-        self.slots = self.hosts.place(first_engines(config))
+        self.slots = self._place(self.core.state)
         # called after every event: tests and fault searches check the core here
         self.each_event: Callable[[], None] | None = None
+
+    def _place(self, state: State) -> tuple[e.EngineSlot, ...]:
+        """Return the engines of a new world, and place the trainer's ranks."""
+        engines = engines_to_start(self.config, state)
+        return self.hosts.place(engines, ranks=ranks_to_start(self.config, state))
 
     def post(self, event: e.Event) -> None:
         self.inbox.append(event)
@@ -216,7 +221,7 @@ class World:
         self.trainer.drop()
         self.predictor.drop()
         self.hosts.begin()
-        self.slots = self.hosts.place(engines_to_start(self.config, core.state))
+        self.slots = self._place(core.state)
         self.fleet.start(self.slots)
         self.relays.start()
         self.post(
@@ -313,6 +318,11 @@ class World:
         self.over = error
 
 
+def _of_ranks(config: RunConfig, cost: TrainerCosts) -> Callable[[int], TrainerCosts] | None:
+    """Return the costs of a trainer by its number of ranks, if that changes."""
+    return cost.of_ranks if config.trainer.elastic and isinstance(cost, TrainerCost) else None
+
+
 def section(config: RunConfig) -> SimConfig:
     """Return the [sim] section. Raises ConfigError where there is none."""
     if config.sim is None:
@@ -348,7 +358,7 @@ def costs_of(config: RunConfig) -> Costs:
         trainer = TrainerCost(
             gpu=gpu(name),
             model=shape,
-            gpus=config.trainer.ranks,
+            gpus=config.trainer.first_ranks,
             link=link(sim.link),
             passes=passes_of(config),
         )

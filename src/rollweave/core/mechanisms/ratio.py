@@ -1,10 +1,8 @@
 """Engines of phase `either`: between steps, the run moves an engine from prefill to
 decoding, or back, by what it has measured (RollArt §6.3, §9).
 
-After each trained step, `core/policy/ratio` is given the load of the step: the tokens
-of prompts and of outputs per turn, which the counters have; their prices, which
-`mechanisms/costs` and `mechanisms/phases` have learned; and the attempts under way and
-the time between two turns, which are observed here. An engine that is to move gets no
+After each trained step, `core/policy/ratio` is given the load of the step
+(`mechanisms/load`). An engine that is to move gets no
 more turns and prompts, and changes its phase when it has finished those that it has.
 Its process, its weights and its KV stay: trajectories whose KV it has need a transfer
 or another computation of their contexts, which is the cost of the move, with the time
@@ -23,37 +21,18 @@ import msgspec
 
 from rollweave.core import dispatching, engines
 from rollweave.core.mechanisms.costs import price, sampling_price
-from rollweave.core.mechanisms.costs.rates import Costs, kind_of, turn_costs_of
+from rollweave.core.mechanisms.costs.rates import turn_costs_of
+from rollweave.core.mechanisms.load import Counted, count, load_between
 from rollweave.core.mechanisms.phases import Phases
 from rollweave.core.policy.ratio import Change, Load, Patience, change, pays
 from rollweave.core.policy.scheduling import moves_phases
-from rollweave.core.policy.turn_times import FIRST_TURNS, estimate
-from rollweave.core.run import EngineMove, Mechanism, Run, TrainerMove, TurnMove
-from rollweave.core.state import Engine, Trajectory, Turn
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.core.run import EngineMove, Mechanism, Run, TrainerMove
+from rollweave.core.state import Engine
+from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Warn
-from rollweave.schema.events import TurnDone
 
 MOVES = "moves"
 """Reason for which an engine that is about to change its phase gets no turns."""
-
-LEAST_TURNS = 2 * FIRST_TURNS
-"""Minimum number of turns of a step whose load is compared."""
-
-
-class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of the run when a step was trained."""
-
-    turns: int = 0
-    output_tokens: int = 0
-    context_tokens: int = 0
-    mixed_tokens: int = 0  # of prompts, at engines that sample
-    split_tokens: int = 0  # of prompts, at prefill engines
-    waited_s: float = 0.0  # for which the trainer waited for trajectories
-    answered: int = 0
-    attempts: int = 0  # under way, summed over the answered turns
-    followed: int = 0  # turns that followed another turn
-    between_s: float = 0.0
 
 
 class Ratio(msgspec.Struct):
@@ -61,40 +40,15 @@ class Ratio(msgspec.Struct):
 
     prefill: int = 1  # prefill engines that there should be
     engines: dict[EngineId, float] = {}  # that move → since when they empty
-    trajectories: dict[TrajectoryId, float] = {}  # → when its last turn was answered
     patience: Patience = msgspec.field(default_factory=Patience)
-    observed: Counted = Counted()  # the last four of its counts, until now
     before: Counted = Counted()
     emptied_s: float = 0.0  # seconds for which the engine that moved last emptied
-
-
-def requested(run: Run, trajectory: Trajectory, _turn: Turn) -> None:
-    """Observe the time since the last turn."""
-    part = run.part(Ratio)
-    answered = part.trajectories.pop(trajectory.id, None)
-    if answered is not None:
-        part.observed = msgspec.structs.replace(
-            part.observed,
-            followed=part.observed.followed + 1,
-            between_s=part.observed.between_s + run.now - answered,
-        )
-
-
-def done(run: Run, trajectory: Trajectory, _turn: Turn, _engine: Engine, _: TurnDone) -> None:
-    """Observe the attempts under way."""
-    part = run.part(Ratio)
-    part.trajectories[trajectory.id] = run.now
-    part.observed = msgspec.structs.replace(
-        part.observed,
-        answered=part.observed.answered + 1,
-        attempts=part.observed.attempts + len(run.state.pools.run),
-    )
 
 
 def plan(run: Run) -> None:
     """Move an engine, after a trained step, if the last steps ask for it."""
     part, state = run.part(Ratio), run.state
-    counted, before = _counted(run, part), part.before
+    counted, before = count(run), part.before
     part.before = counted
     sides = _sides(run)
     prefill, decode = len(sides[1]), len(sides[-1])
@@ -105,7 +59,7 @@ def plan(run: Run) -> None:
     if prefill < min(part.prefill, prefill + decode - 1):  # a prefill engine was lost
         _begin(run, 1, f"{prefill} of {part.prefill} prefill engines are left")
         return
-    load = _load(run, before, counted)
+    load = load_between(run, before, counted, sides[-1])
     if load is None:
         return
     asked = change(load, prefill, decode)
@@ -142,61 +96,6 @@ def _sides(run: Run) -> dict[int, list[Engine]]:
         if not engine.lender and run.config.engines[engine.seat.group].phase == "either":
             sides[-1 if engine.samples else 1].append(engine)
     return sides
-
-
-def _counted(run: Run, part: Ratio) -> Counted:
-    counters = run.state.counters
-    return msgspec.structs.replace(
-        part.observed,
-        turns=counters.turns,
-        output_tokens=counters.output_tokens,
-        context_tokens=counters.context_tokens,
-        mixed_tokens=counters.context_tokens - counters.cached_tokens,
-        split_tokens=counters.scheduling.split_tokens,
-        waited_s=run.state.idle.trainer.get("batch", 0.0),
-    )
-
-
-def _load(run: Run, before: Counted, counted: Counted) -> Load | None:
-    """Return the load of the turns between two counts; None if it is not known.
-
-    Finished turns tell prompts and outputs apart only if these vary. So the time of a
-    prompt beside outputs is at least its time at a prefill engine, without the part
-    that steps hide which read the weights anyway.
-    """
-    turns, answered = counted.turns - before.turns, counted.answered - before.answered
-    engine = next(iter(_sides(run)[-1]), None)
-    if engine is None or min(turns, answered) < LEAST_TURNS:
-        return None
-    hardware, degree = kind_of(run, engine)
-    times = run.part(Costs).turn_times.get(hardware, {}).get(degree)
-    if times is None or times.count < FIRST_TURNS:
-        return None
-    prices = estimate(times.turns)
-    mixed_price = sampling_price(run, engine)
-    mixed_price = prices.prompt_s if mixed_price is None else mixed_price
-    prefill_price = price(run.part(Phases).prefill.get(hardware, {}).get(degree))
-    tokens = (counted.output_tokens - before.output_tokens) / turns
-    prompts = (
-        counted.mixed_tokens + counted.split_tokens - before.mixed_tokens - before.split_tokens
-    ) / turns
-    context = (counted.context_tokens - before.context_tokens) / turns + tokens / 2
-    followed = counted.followed - before.followed
-    attempts = (counted.attempts - before.attempts) / answered
-    prompt_s = prompts * (mixed_price if prefill_price is None else prefill_price)
-    steps_s = tokens * prices.fixed_s
-    # the steps of a batch hide at most as much as they take themselves
-    hidden_s = steps_s / max(1.0, attempts / len(_sides(run)[-1]))
-    return Load(
-        attempts=attempts,
-        prompt_s=prompt_s,
-        mixed_s=max(prompts * mixed_price, prompt_s - hidden_s),
-        move_s=prompts * (price(run.part(Phases).moved) or 0.0),
-        steps_s=steps_s,
-        sequence_s=tokens * (prices.sequence_s + context * prices.context_s),
-        between_s=(counted.between_s - before.between_s) / max(1, followed),
-        slots=max(1, engine.abilities.max_slots),
-    )
 
 
 def _cost_s(run: Run, way: int) -> float:
@@ -272,7 +171,6 @@ def replaced(run: Run, _former: object) -> None:
     """Begin a world with as many prefill engines as there should be."""
     part = run.part(Ratio)
     part.engines.clear()
-    part.trajectories.clear()
     movable = _sides(run)[-1]
     for engine in movable[: max(0, min(part.prefill, len(movable) - 1))]:
         engine.seat.phase = "prefill"
@@ -302,8 +200,6 @@ MECHANISM = Mechanism(
     state=Ratio,
     steps={"end": advance},
     follows={
-        TurnMove.REQUESTED: requested,
-        TurnMove.DONE: done,
         EngineMove.REPLACED: replaced,
         EngineMove.REMOVED: removed,
         TrainerMove.TRAINED: plan,

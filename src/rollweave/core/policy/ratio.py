@@ -1,5 +1,7 @@
 """The ratio of prefill to decode engines: which ratio serves the most turns, and
-whether a run should move an engine from one side to the other (RollArt §6.3, §9).
+whether a run should move an engine from one side to the other (RollArt §6.3, §9). And
+the division of places between engines and ranks of the trainer: which division has the
+shortest steps.
 
 A run is a closed network (Little's law): each of K attempts has a turn, whose prompt
 waits for a prefill engine and is computed there, or is computed by the engine that
@@ -24,6 +26,7 @@ steps that must agree before the next move.
 """
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -176,3 +179,80 @@ class Patience(msgspec.Struct):
         """Record that an engine moves."""
         self.turns += self.last == -way
         self.way, self.steps, self.last = 0, 0, way
+
+
+# The division of places between engines and ranks of the trainer.
+
+
+class StepTimes(Struct, frozen=True, kw_only=True):
+    """The seconds of a step and of its parts: the whole step took `step_s`. Its batch
+    took `rollouts_s` to produce, without the time for which the engines waited for the
+    trainer, `training_s` to train, and `other_s` to publish and save.
+    """
+
+    step_s: float
+    rollouts_s: float
+    training_s: float
+    other_s: float
+
+    def after(self, rollouts: float, training: float) -> float:
+        """Return the estimated seconds of a step whose rollouts take `rollouts` times,
+        and whose training takes `training` times as long. The same share of the shorter
+        of rollouts and training is hidden beside the longer one as before: none if they
+        take turns, and all if the longer one never waits.
+        """
+        before = (self.rollouts_s, self.training_s + self.other_s)
+        now = (rollouts * self.rollouts_s, training * self.training_s + self.other_s)
+        hidden = (sum(before) - self.step_s) / max(1e-12, min(before))
+        return sum(now) - min(1.0, max(0.0, hidden)) * min(now)
+
+
+def speed(speeds: Mapping[int, float], ranks: int) -> float:
+    """Return the relative speed of so many ranks: a measured speed, or one that is
+    proportional to that of the nearest measured number. Without measurements, it is the
+    number of ranks.
+    """
+    nearest = min(speeds, key=lambda known: (abs(known - ranks), known), default=ranks)
+    return speeds.get(nearest, float(ranks)) * ranks / nearest
+
+
+class Division(Struct, frozen=True, kw_only=True):
+    """A division of places: `ranks` of the trainer, and engines in all other places.
+    Its steps take `step_s` seconds, and there are more steps per second than with the
+    present division by the share `gain`.
+    """
+
+    ranks: int
+    step_s: float
+    gain: float = 0.0
+
+
+def division(
+    times: StepTimes,
+    load: Load,
+    *,
+    ranks: int,
+    engines: int,
+    bounds: tuple[int, int],
+    speeds: Mapping[int, float],
+) -> Division:
+    """Return the best division of the places that `ranks` and `engines` have now, with
+    a number of ranks within `bounds`, both inclusive, and at least one engine. It is
+    the present division if no other gains more than `BAND`.
+    """
+
+    def step_s(number: int) -> float:
+        others = turns_per_s(load, 0, ranks + engines - number)
+        rollouts = turns_per_s(load, 0, engines) / others if others else math.inf
+        return times.after(rollouts, speed(speeds, ranks) / speed(speeds, number))
+
+    lowest, highest = bounds
+    tried = range(lowest, min(highest, ranks + engines - 1) + 1)
+    now = step_s(ranks)
+    best = min(tried, key=lambda number: (step_s(number), abs(number - ranks)), default=ranks)
+    gain = now / step_s(best) - 1 if now else 0.0
+    return (
+        Division(ranks=best, step_s=step_s(best), gain=gain)
+        if gain > BAND
+        else Division(ranks=ranks, step_s=now)
+    )

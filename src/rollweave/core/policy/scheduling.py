@@ -211,6 +211,16 @@ def splits_turns(config: RunConfig) -> bool:
     return any(group.phase in ("prefill", "either") for group in config.engines)
 
 
+def divides(config: RunConfig) -> bool:
+    """True if places move between engines and ranks of the trainer."""
+    return config.trainer.elastic
+
+
+def prices_turns(config: RunConfig) -> bool:
+    """True if the prices of prompts and outputs are learned from finished turns."""
+    return splits_turns(config) or divides(config)
+
+
 def moves_phases(config: RunConfig) -> bool:
     """True if engines move between prefill and decoding."""
     return any(group.phase == "either" for group in config.engines)

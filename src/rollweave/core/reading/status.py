@@ -117,6 +117,7 @@ def status(run: Run, now: float, waits: Iterable[Wait]) -> RunStatus:
             seconds=_seconds(now, trainer.since),
             step=trainer.step,
             hosts=tuple(dict.fromkeys(rank.host for rank in state.hosts.ranks)),
+            ranks=len(state.hosts.ranks) or run.config.trainer.first_ranks,
         )
         if training
         else None,

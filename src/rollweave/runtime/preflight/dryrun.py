@@ -427,12 +427,13 @@ def _target(config: RunConfig) -> Iterator[Check]:
 
 def _ports(config: RunConfig, site: Site) -> Iterator[Check]:
     """Check that several ranks on this machine can connect."""
-    if config.cluster is not None or not site.is_here or config.trainer.ranks == 1:
+    if config.cluster is not None or not site.is_here or config.trainer.most_ranks == 1:
         return
     try:
         bound_socket("127.0.0.1", 0).close()
     except OSError as error:
-        text = f"must have a local port on which {config.trainer.ranks} ranks connect, got {error}"
+        ranks = config.trainer.most_ranks
+        text = f"must have a local port on which {ranks} ranks connect, got {error}"
         yield fail("trainer.ranks", text)
     else:
         yield ok("ports", "trainer ranks connect on a free local port; nothing else listens")

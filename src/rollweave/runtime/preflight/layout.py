@@ -160,7 +160,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
 
     `hosts` is None if those of a cluster are not known.
     """
-    engines, ranks = first_engines(config), tuple(RankSlot() for _ in range(config.trainer.ranks))
+    engines, ranks = first_engines(config), (RankSlot(),) * config.trainer.first_ranks
     workers = tuple(WorkerSlot(id=f"w{number}") for number in range(config.workers.maximum))
     placed, unbound = list[Binding](), list[Unbound]()
     if hosts is not None:

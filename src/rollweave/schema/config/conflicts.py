@@ -278,6 +278,16 @@ CONFLICTS = (
         ),
     ),
     Conflict(
+        "cluster pools loans allocation weights.relays weights.transport=collective "
+        "rollout.mode=decoupled trainer.colocated trainer.tensor_parallel engines.phase "
+        "engines.degree engines.address",
+        Clause(
+            "with trainer.ranks as { minimum, maximum }",
+            lambda place: place.config.trainer.elastic,
+            why="which gives the places of equal engines on one machine to ranks",
+        ),
+    ),
+    Conflict(
         "loans trainer.colocated",
         _beside("engines.kind", *SERVERS, why="whose servers keep their memory"),
     ),
@@ -298,20 +308,19 @@ CONFLICTS = (
     ),
     Conflict(
         "tasks.env_weight",
-        _beside_estimator(*OF_TURNS, why="which takes each turn's reward from the environment"),
-    ),
-    Conflict(
-        "tasks.env_weight",
-        Clause(
-            "without [[rewards]] for the domain",
-            lambda place: not place.config.rewards_of(place.item.name),
+        _either(
+            _beside_estimator(*OF_TURNS, why="which takes each turn's reward from the environment"),
+            Clause(
+                "without [[rewards]] for the domain",
+                lambda place: not place.config.rewards_of(place.item.name),
+            ),
         ),
     ),
     Conflict(
         "algorithm.kl",
         Clause(
             "as { forward = … } with several trainer.ranks",
-            lambda place: place.config.algorithm.kl_forward and place.config.trainer.ranks > 1,
+            lambda place: place.config.algorithm.kl_forward and place.config.trainer.most_ranks > 1,
         ),
     ),
     Conflict(

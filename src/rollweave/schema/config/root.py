@@ -61,7 +61,7 @@ class RunConfig(Sections):
             raise FieldErrors(errors)
 
     def _of_tasks(self) -> Iterator[FieldError]:
-        rollout, trainer = self.rollout, self.trainer
+        rollout = self.rollout
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield FieldError("tasks", "have distinct names (set tag)", names)
@@ -82,9 +82,25 @@ class RunConfig(Sections):
         if self.buffer.sample == "td_error" and others:
             rule = f"not be td_error unless all task domains have {' or '.join(sorted(OF_CRITIC))}"
             yield FieldError("buffer.sample", rule, f"td_error with {', '.join(sorted(others))}")
-        if trainer.ranks % trainer.tensor_parallel:
-            rule = f"divide trainer.ranks ({trainer.ranks})"
-            yield FieldError("trainer.tensor_parallel", rule, trainer.tensor_parallel)
+        for name, rule, got in self._of_ranks():
+            yield FieldError(f"trainer.{name}", rule, got)
+
+    def _of_ranks(self) -> Iterator[tuple[str, str, object]]:
+        """Yield settings of the trainer's ranks, each with the rule that it breaks, and
+        its value.
+        """
+        trainer, engines = self.trainer, sum(group.count for group in self.engines)
+        first, most = trainer.first_ranks, trainer.most_ranks
+        if first % trainer.tensor_parallel:
+            rule = f"divide trainer.ranks ({first})"
+            yield "tensor_parallel", rule, trainer.tensor_parallel
+        if most < first:
+            yield "ranks.minimum", f"be at most the maximum ({most})", first
+        elif trainer.elastic and len(self.engines) > 1:
+            yield "ranks", "be a number unless one group has all engines", trainer.ranks
+        elif trainer.elastic and most >= first + engines:
+            rule = f"be at most {first + engines - 1}, so that one of {engines} engines remains"
+            yield "ranks.maximum", rule, most
 
     def _of_rewards(self) -> Iterator[FieldError]:
         names, domains = [one.name for one in self.rewards], [task.name for task in self.tasks]

@@ -355,6 +355,15 @@ class Schedule(TypedDict, total=False):
     warmup: Count
 
 
+class RankCounts(TypedDict):
+    """The bounds of a number of ranks that changes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    minimum: PositiveInt
+    maximum: PositiveInt
+
+
 WARMUP_STEPS = 5
 """Steps of linear warm-up of the learning rate, unless the schedule has others."""
 
@@ -362,10 +371,15 @@ WARMUP_STEPS = 5
 class TrainerConfig(Section):
     """The trainer: its processes, and the optimizer."""
 
-    ranks: PositiveInt = Field(
+    ranks: Annotated[
+        Annotated[PositiveInt, Tag(FORMS[0])] | Annotated[RankCounts, Tag(FORMS[1])],
+        Discriminator(form),
+    ] = Field(
         1,
         description="Trainer processes (FSDP2 over gloo or NCCL beyond one); in a simulation its "
-        "GPUs.",
+        "GPUs. Or, as { minimum = 1, maximum = 3 }: the run begins with the minimum, and between "
+        "steps gives places of engines to further ranks, or back, where that shortens its steps "
+        "(docs/SCHEDULING.md).",
     )
     tensor_parallel: PositiveInt = Field(
         1,
@@ -408,6 +422,21 @@ class TrainerConfig(Section):
         "computation (activation checkpointing); optimizer: keep its moments in the host's memory "
         "and move them to the GPU for each step (CPU offload).",
     )
+
+    @property
+    def first_ranks(self) -> int:
+        """The number of ranks with which a run begins."""
+        return self.ranks if isinstance(self.ranks, int) else self.ranks["minimum"]
+
+    @property
+    def most_ranks(self) -> int:
+        """The number of ranks that there may be at once."""
+        return self.ranks if isinstance(self.ranks, int) else self.ranks["maximum"]
+
+    @property
+    def elastic(self) -> bool:
+        """True if the number of ranks changes."""
+        return self.first_ranks < self.most_ranks
 
     @property
     def peak_lr(self) -> float:

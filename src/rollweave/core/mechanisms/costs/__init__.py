@@ -8,7 +8,7 @@ finished turns (`costs/rates`).
 
 from rollweave.core.mechanisms.costs import rates
 from rollweave.core.mechanisms.costs.rates import Costs, Prefix, Spent, kind_of, turn_costs_of
-from rollweave.core.policy.scheduling import assigns, has_learned_pools, splits_turns
+from rollweave.core.policy.scheduling import assigns, has_learned_pools, prices_turns
 from rollweave.core.policy.turn_times import estimate
 from rollweave.core.run import EngineMove, Mechanism, Run, TurnMove
 from rollweave.core.state import Engine, Stage, Trajectory, Turn
@@ -71,7 +71,7 @@ def learn_turn(
     run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
 ) -> None:
     """Learn from a finished turn, after `rates.learn_turn`."""
-    if event.replayed or not (splits_turns(run.config) or run.scheduling.by_finish):
+    if event.replayed or not (prices_turns(run.config) or run.scheduling.by_finish):
         return
     record_prefix(run, trajectory, engine, turn.context_tokens + event.output_tokens)
     hardware, degree = kind_of(run, engine)
@@ -108,7 +108,7 @@ def used(config: RunConfig) -> bool:
         assigns(config)
         or config.allocation is not None
         or has_learned_pools(config)
-        or splits_turns(config)
+        or prices_turns(config)
     )
 
 

@@ -21,7 +21,7 @@ from rollweave.core.mechanisms.costs.placement import ByTable, Groups
 from rollweave.core.mechanisms.lengths.estimates import recent_lengths
 from rollweave.core.mechanisms.lengths.index import LengthIndex, index_of
 from rollweave.core.mechanisms.lengths.work import ByWork, Rate, rate
-from rollweave.core.policy.scheduling import has_learned_pools, splits_turns
+from rollweave.core.policy.scheduling import has_learned_pools, prices_turns
 from rollweave.core.policy.turn_times import KEPT, KEPT_OF_DOMAINS, TurnTime, TurnTimes, step_times
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Trajectory, Turn
@@ -295,7 +295,7 @@ def learn_turn(
     part.newest = None
     unmeasured = compares_engines(run) and not costs.measured
     learns = unmeasured or learns_pools(run) or run.scheduling.by_finish
-    if event.replayed or not (learns or splits_turns(run.config)):
+    if event.replayed or not (learns or prices_turns(run.config)):
         return
     computed = max(0, turn.context_tokens - event.cached_tokens)
     use = costs.use = msgspec.structs.replace(

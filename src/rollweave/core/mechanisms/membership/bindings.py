@@ -44,15 +44,17 @@ def bind_all(
     engines: Iterable[EngineSlot],
     hosts: Sequence[HostSlot],
     *,
-    trainer: bool = True,
+    ranks: int | None = None,
 ) -> tuple[tuple[EngineSlot, ...], tuple[RankSlot, ...], list[Unbound]]:
     """Return the engines with their places, the places of the trainer's ranks, and the
     processes without a place.
 
-    Ranks are placed only if the `trainer` runs on these hosts.
+    The trainer has so many `ranks` on these hosts; None stands for those with which a
+    run begins.
     """
     slots, hosts = list(engines), own(hosts)
-    ranks_ = [_rank(config, rank, hosts) for rank in range(config.trainer.ranks if trainer else 0)]
+    wanted = config.trainer.first_ranks if ranks is None else ranks
+    ranks_ = [_rank(config, rank, hosts) for rank in range(wanted)]
     engines_ = [_engine(config, slot, hosts) for slot in slots]
     together = [ranks_, engines_] if config.trainer.colocated else [[*ranks_, *engines_]]
     places: dict[str, Binding] = {}
@@ -61,10 +63,10 @@ def bind_all(
         bindings, without = bind(demands, hosts)
         places |= {binding.process: binding for binding in bindings}
         unbound += without
-    ranks = [places[demand.process] for demand in ranks_ if demand.process in places]
+    of_ranks = [places[demand.process] for demand in ranks_ if demand.process in places]
     return (
         tuple(_placed(slot, places[slot.id]) for slot in slots if slot.id in places),
-        tuple(RankSlot(host=place.host, devices=place.devices) for place in ranks),
+        tuple(RankSlot(host=place.host, devices=place.devices) for place in of_ranks),
         unbound,
     )
 

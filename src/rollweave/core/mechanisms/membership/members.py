@@ -54,6 +54,8 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
     }
     configured = first_engines(config)
     slots = [slot for slot in configured if slot.id not in gone]
+    if further := ranks_to_start(config, state) - config.trainer.first_ranks:
+        del slots[max(1, len(slots) - further) :]  # these have given their places to ranks
     taken, fresh = (
         {slot.id for slot in configured},
         itertools.count(max(state.membership.next_number, len(configured))),
@@ -65,6 +67,14 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
             group = engine.seat.group if engine.seat.group < len(config.engines) else 0  # or shrunk
             slots.append(EngineSlot(id=name, degree=config.engines[group].degree, group=group))
     return _on_one_machine(config, slots) if slots else configured
+
+
+def ranks_to_start(config: RunConfig, state: State) -> int:
+    """Return the number of the trainer's ranks with which a new or restarted world
+    begins: as many as the run had, within the bounds of the configuration.
+    """
+    trainer = config.trainer
+    return max(trainer.first_ranks, min(trainer.most_ranks, len(state.hosts.ranks)))
 
 
 def _planned(
