@@ -366,6 +366,41 @@ def test_a_recall_is_not_answered_while_a_rollout_step_runs(path: str) -> None:
     serving.close()
 
 
+@pytest.mark.parametrize(
+    ("looks", "considered", "settled"),
+    [(True, False, False), (True, True, True), (False, False, True)],
+)
+def test_a_recall_of_an_offer_that_is_not_taken_is_answered(
+    path: str, monkeypatch: pytest.MonkeyPatch, looks: bool, considered: bool, settled: bool
+) -> None:
+    """The thread that computes has a moment to look at it, if it does look."""
+    waits = list[bool]()
+    serving = Serving(path, {}, rows=4)
+    baton = Baton(path, patience_s=10.0, wake=threading.Condition())
+    until(lambda: took(baton), "an idle engine makes an offer")
+    threads = {one.name: one.daemon for one in threading.enumerate()}
+    assert threads["baton"], "it must not keep the process"
+    assert threads["lending"], "nor this one that of a server"
+    baton.look_away()
+    memory = baton._memory
+    assert memory is not None
+    words = memory.words
+    until(lambda: words[shared.OFFERED] > words[shared.ANSWERED], "an offer")
+    baton._looks, baton._considered = looks, words[shared.OFFERED] * considered
+    monkeypatch.setattr(
+        baton._changed, "wait_for", lambda settled, limit_s: waits.append(settled()), raising=False
+    )
+    baton._heed(memory)
+    assert words[shared.ANSWERED] < words[shared.OFFERED], "it is not recalled"
+    assert waits == []
+    words[shared.RECALLED] = words[shared.OFFERED]  # as the engine does
+    baton._heed(memory)
+    assert waits == [settled]
+    assert words[shared.ANSWERED] == words[shared.OFFERED]
+    baton.close()
+    serving.close()
+
+
 @pytest.mark.parametrize(("rests_s", "wants"), [(-1.0, 0), (1000.0, 1)])
 def test_a_lender_without_work_wants_nothing_after_a_while(
     path: str, monkeypatch: pytest.MonkeyPatch, rests_s: float, wants: int

@@ -122,6 +122,24 @@ def test_sglang_preempts_nothing_and_is_deterministic_if_the_engine_is(
     assert "--enable-deterministic-inference" in options(fixed)
 
 
+@pytest.mark.parametrize(
+    ("changes", "args", "in_order"),
+    [
+        ({}, (), False),
+        ({}, ("--no-async-scheduling",), True),
+        ({"routes": True}, (), True),
+        ({"routes": True, "device": "cuda:0"}, (), False),
+    ],
+)
+def test_a_scheduler_of_vllm_is_of_the_kind_of_its_steps(
+    of_vllm: EngineSpec, changes: dict[str, object], args: tuple[str, ...], in_order: bool
+) -> None:
+    server = msgspec.structs.replace(settings_of(of_vllm), args=args)
+    found = options(msgspec.structs.replace(of_vllm, server=server, **changes))
+    scheduler = found[found.index("--scheduler-cls") + 1]
+    assert scheduler.endswith(".SyncPreemptingScheduler") == in_order
+
+
 @pytest.mark.parametrize("ends", [(), (5, 6)])
 @pytest.mark.parametrize("leased", [False, True])
 def test_an_engine_speaks_of_its_model(

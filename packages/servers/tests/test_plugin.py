@@ -320,13 +320,14 @@ def test_vllm_gets_the_transfer_once_and_the_routes_where_they_are_wanted(
     constraints = SimpleNamespace(register=lambda: calls.append("constraints"))
     monkeypatch.setattr(plugin.vllm, "rollweave_vllm_constraints", constraints)
     monkeypatch.setattr(plugin.vllm, "end_with_parent", lambda: calls.append("bound"))
+    monkeypatch.setattr(plugin.vllm, "register_kv", lambda: calls.append("kv"))
     monkeypatch.setenv(plugin.vllm.MAIN, str(os.getpid()))
     plugin.vllm.register()
     monkeypatch.setenv(plugin.vllm.ROUTES, "")
     monkeypatch.delenv(plugin.vllm.MAIN)
     plugin.vllm.register()
     assert registered == {"rollweave": [("rollweave_vllm_weights", "RollweaveTransfer")]}
-    assert calls == ["constraints", "bound", "constraints", "routes"]
+    assert calls == ["kv", "constraints", "bound", "kv", "constraints", "routes"]
 
 
 async def test_a_reranking_body_must_have_both_fields(plugin: SimpleNamespace) -> None:

@@ -4,6 +4,8 @@ update in the log of an engine is read as it was written.
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,30 @@ async def test_the_shortest_time_of_a_request_decides() -> None:
     reports.of("slow", 1000.0)(delta("slow", 0, 1))
     reports.of("quick", 0.001)(delta("quick", 0, 2))
     assert [each.id for each in (await sent.get()).pieces] == ["slow", "quick"]
+
+
+async def test_one_timer_waits_at_a_time() -> None:
+    """That of the request which has the least time left."""
+    timers = list[Any]()
+
+    def call_at(at: float, send: object) -> Any:
+        timers.append(SimpleNamespace(when=lambda: at, cancel=lambda: timers.remove(timer)))
+        timer = timers[-1]
+        return timer
+
+    sent = list[Progress]()
+    reports = ProgressReports(sent.append)
+    now = 0.0
+    clock = SimpleNamespace(time=lambda: now, call_at=call_at)
+    reports._loop = clock  # type: ignore[assignment]
+    for report_s, at in ((5.0, 5.0), (7.0, 5.0), (3.0, 3.0)):
+        reports.of("a", report_s)(delta("a", 0, 1))
+        assert [timer.when() for timer in timers] == [at]
+    now = 2.0
+    reports.of("a", 1.0)(delta("a", 1, 1))
+    assert [timer.when() for timer in timers] == [3.0]
+    reports.flush()
+    assert (timers, len(sent)) == ([], 1)
 
 
 async def test_nothing_is_sent_behind_a_result() -> None:

@@ -40,6 +40,8 @@ def test_the_checkpoint_has_the_published_tensors_and_the_models_other_files(
     stored = load_file(held.folder / "model.safetensors")
     assert set(stored) == set(tensors)
     assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+    head = (held.folder / "model.safetensors").read_bytes()[:8]
+    assert int.from_bytes(head, "little") % 8 == 0, "the tensors are aligned"
     expected = {"model.safetensors", "config.json", "tokenizer.json"}
     assert {path.name for path in held.folder.iterdir()} == expected
     with pytest.raises(OSError, match="not permitted"):  # sealed
