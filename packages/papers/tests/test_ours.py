@@ -45,7 +45,7 @@ def test_an_interval_is_that_of_students_t() -> None:
 def test_a_summary_names_where_ours_loses() -> None:
     text = summary({"a": 1.2, "b": 0.9, "c": 1.0, "d": 0.8})
     assert text.startswith("95% interval ")
-    assert "1 wins, 2 losses, 1 within 0.5%; ours loses with d 0.80; b 0.90" in text
+    assert "wins 1, losses 2, within 0.5%: 1; ours loses with d 0.80; b 0.90" in text
 
 
 def test_equal_runs_have_ratio_one_and_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,10 +180,11 @@ def summary(ratios: Mapping[str, float]) -> str:
     wins = sum(one > 1 + NO_DIFFERENCE for one in ratios.values())
     worst = sorted(losses.items(), key=lambda item: item[1])
     where = "; ".join(f"{name} {one:.2f}" for name, one in worst)
+    equal = len(ratios) - wins - len(losses)
     return (
-        f"{CONFIDENCE:.0%} interval {ends.low:.2f} to {ends.high:.2f}; {wins} wins, "
-        f"{len(losses)} losses, {len(ratios) - wins - len(losses)} within "
-        f"{NO_DIFFERENCE:.1%}" + (f"; ours loses with {where}" if where else "")
+        f"{CONFIDENCE:.0%} interval {ends.low:.2f} to {ends.high:.2f}; wins {wins}, losses "
+        f"{len(losses)}, within {NO_DIFFERENCE:.1%}: {equal}"
+        + (f"; ours loses with {where}" if where else "")
     )
 
 
