@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
-from rollweave_papers.command import BEGIN, END, insert_tables
+from rollweave_papers.command import BEGIN, END
 from rollweave_papers.results import Row
 from rollweave_papers.running import Finished
+from rollweave_papers.tables import between
 
 
 def invoke(*arguments: str) -> tuple[int, str, list[str]]:
@@ -95,16 +96,16 @@ def test_refuses_a_binary_page_before_the_experiments(tmp_path: Path) -> None:
 def test_tables_replace_the_text_between_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Results\n\n{BEGIN}old\n{END}after\n")
-    page.write_text(insert_tables("new\n", page))
+    page.write_text(between("new\n", page, (BEGIN, END)))
     assert page.read_text() == f"# Results\n\n{BEGIN}\nnew\n{END}after\n"
-    assert insert_tables("new\n", page) == page.read_text()
+    assert between("new\n", page, (BEGIN, END)) == page.read_text()
 
 
 def test_a_page_without_marks_becomes_the_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    assert insert_tables("new\n", page) == "new\n"
+    assert between("new\n", page, (BEGIN, END)) == "new\n"
     page.write_text("# Old\n")
-    assert insert_tables("new\n", page) == "new\n"
+    assert between("new\n", page, (BEGIN, END)) == "new\n"
 
 
 def test_named_experiments_join_the_tables_of_others(

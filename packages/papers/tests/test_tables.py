@@ -120,6 +120,7 @@ def test_json_has_the_contract_s_fields() -> None:
         "published": [1.0, 2.0],
         "ours": 3.0,
         "seeds": None,
+        "open_range": None,
         "ratio": 1.5,
         "sign": "agrees",
         "unit": "×",

@@ -431,9 +431,13 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]...",
-            help="Experiments, or papers for all of their experiments; by default all.",
+            help="Experiments, or papers for all of their experiments; by default all papers. "
+            "`ranges` and `ours` are not of papers. With --constraints, a file of constraints.",
         ),
     ] = None,
+    constraints: Annotated[
+        bool, typer.Option(help="Compare workloads with what the papers state, or with a file.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and smaller runs: a minute on two cores.")
     ] = False,
@@ -451,7 +455,9 @@ def reproduce(
     numbers.
     """
     with errors_reported():
-        command("reproduce")(names or [], quick=quick, as_json=json_, write=write)
+        command("reproduce")(
+            names or [], quick=quick, as_json=json_, write=write, constraints=constraints
+        )
 
 
 @app.command()

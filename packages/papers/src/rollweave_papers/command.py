@@ -13,19 +13,39 @@ from rich.markup import escape
 from rollweave.cli.console import FAILED, check_writable, err, out, print_error
 from rollweave.io.disk import replace_file
 from rollweave.schema.errors import ConfigError
-from rollweave_papers.running import EXPERIMENTS, cores, run, select
+from rollweave_papers import constraint_tables
+from rollweave_papers.running import ALL, EXPERIMENTS, cores, run, select
 from rollweave_papers.tables import as_json as results_as_json
-from rollweave_papers.tables import as_text, heading, page, section, sections_of, summary_of
+from rollweave_papers.tables import (
+    as_text,
+    between,
+    heading,
+    page,
+    section,
+    sections_of,
+    summary_of,
+)
 
 BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
 """Marks in a Markdown file between which the tables are generated."""
 
 
-def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path | None) -> None:
+def reproduce(
+    names: Sequence[str],
+    *,
+    quick: bool,
+    as_json: bool,
+    write: Path | None,
+    constraints: bool = False,
+) -> None:
     """Run the experiments of `names`, which are experiments or papers; all if there are
     none. Tables of other experiments in the file `write` stay there if names are given.
-    Raises ConfigError.
+    With `constraints`, compare workloads with what papers state, or with a file of that
+    name. Raises ConfigError.
     """
+    if constraints:
+        constraint_tables.constraints(names, quick=quick, as_json=as_json, write=write)
+        return
     experiments = select(names)
     kept = _kept_tables(write, quick=quick, all_anew=not names) if write is not None else {}
     rows, failures = {}, []
@@ -50,23 +70,15 @@ def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path |
     out.print(summary.sentence(), markup=False, soft_wrap=True)
     if write is not None and not failures:
         tables = kept | {one.name: section(one, rows) for one, rows in results}
-        ordered = [tables[name] for name in EXPERIMENTS if name in tables]
-        replace_file(write, insert_tables(page(ordered, quick=quick), write).encode())
+        ordered = [tables[name] for name in ALL if name in tables]
+        own = not EXPERIMENTS.keys() & tables.keys()
+        text = page(ordered, quick=quick, own=own)
+        replace_file(write, between(text, write, (BEGIN, END)).encode())
         out.print(f"written to {write}", markup=False, soft_wrap=True)
     if as_json:
         sys.stdout.write(json.dumps(results_as_json(results)) + "\n")
     if failures:
         raise typer.Exit(FAILED)
-
-
-def insert_tables(tables: str, file: Path) -> str:
-    """Return the text of `file` with `tables` between its two marks, or `tables` alone
-    if it has none.
-    """
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{begin}\n{tables}{end}{after}" if end else tables
 
 
 def _kept_tables(path: Path, *, quick: bool, all_anew: bool) -> dict[str, str]:

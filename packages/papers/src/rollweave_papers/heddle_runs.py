@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, Struct, TrajectoryId
 from rollweave_papers.cluster import Setup, SlowStarts, mean_of, steps_of
 from rollweave_sim.families import FAMILIES
+from rollweave_sim.workload import Workload
 
 GPUS = 64
 """Eight machines of eight Hopper GPUs with NVLink of 900 GB/s (Heddle §7): h100."""
@@ -199,9 +200,15 @@ def rollout(case: Case) -> Rollout:
     return measure(case.setup, steps=case.steps)
 
 
-def measure(setup: Setup, *, steps: int, ready_s: float = READY_S) -> Rollout:
+def measure(
+    setup: Setup,
+    *,
+    steps: int,
+    ready_s: float = READY_S,
+    vary: Callable[[Workload], Workload] = lambda work: work,
+) -> Rollout:
     """Simulate a set-up whose environments are ready after `ready_s`, which is not
-    counted.
+    counted. `vary` changes its workload.
 
     Raises ExperimentError.
     """
@@ -209,7 +216,7 @@ def measure(setup: Setup, *, steps: int, ready_s: float = READY_S) -> Rollout:
     outcome = steps_of(
         setup,
         steps=steps,
-        vary=lambda work: SlowStarts(work, rate=1.0, seconds=ready_s),
+        vary=lambda work: SlowStarts(vary(work), rate=1.0, seconds=ready_s),
         watch=watch,
     )
     measured = range(1, steps)

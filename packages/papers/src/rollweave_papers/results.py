@@ -43,8 +43,9 @@ difference.
 class Row(Struct, frozen=True, kw_only=True):
     """One row. `ours` is None where the row is missing: `note` then names the missing
     feature. `own` marks our own variants. `seeds` are the least and the greatest value
-    over the seeds of which `ours` is the mean. `is_change` marks a percentage of which
-    0 is no difference. An `Experiment` adds its name, what was published, and the
+    over the seeds of which `ours` is the mean, and `open_range` those over numbers that
+    the papers leave open, of which `ours` has one. `is_change` marks a percentage of
+    which 0 is no difference. An `Experiment` adds its name, what was published, and the
     reason.
     """
 
@@ -56,27 +57,32 @@ class Row(Struct, frozen=True, kw_only=True):
     note: str = ""
     own: bool = False
     seeds: tuple[float, float] | None = None
+    open_range: tuple[float, float] | None = None
     is_change: bool = False
     reason: Reason | None = None
 
     @property
     def ratio(self) -> float | None:
         """Return ours over the published number; over the nearer end of a range, 1
-        inside it; None where one is missing, or a direction alone is published.
+        inside it; None where one is missing, or a direction alone is published. Of a
+        range of ours, the nearest value counts.
         """
         if self.ours is None or self.published is None:
             return None
         low, high = _ends(self.published)
         if math.isinf(high):
             return None
-        nearest = min(max(self.ours, low), high)
-        return self.ours / nearest if nearest else None
+        least, most = self.open_range or (self.ours, self.ours)
+        ours = min(max(low, least), most)
+        nearest = min(max(ours, low), high)
+        return ours / nearest if nearest else None
 
     @property
     def sign(self) -> str:
         """Return whether ours and the published value are on the same side of no
         difference, `AGREES` or `DIFFERS`; "" where one is missing, where the row is
-        neither a ratio nor a change, and where what is published has no side.
+        neither a ratio nor a change, and where what is published, or a range of ours,
+        has no side.
         """
         if self.ours is None or self.published is None:
             return ""
@@ -88,9 +94,11 @@ class Row(Struct, frozen=True, kw_only=True):
         sides = {_side((end - neutral) / scale) for end in (low, high)} - {0}
         if len(sides) != 1:
             return ""
+        ours = {_side((end - neutral) / scale) for end in self.open_range or (self.ours,)}
+        if len(ours) > 1:
+            return ""
         inside = low <= self.ours <= high
-        same = _side((self.ours - neutral) / scale) in sides
-        return AGREES if inside or same else DIFFERS
+        return AGREES if inside or ours <= sides else DIFFERS
 
     @property
     def misses(self) -> bool:

@@ -19,7 +19,17 @@ from multiprocessing.context import SpawnProcess
 
 from rollweave.io.boot import serve_parent
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave_papers import heddle, laminar, prorl, rollart, rose, rose_elastic, rose_serving
+from rollweave_papers import (
+    heddle,
+    laminar,
+    ours,
+    prorl,
+    ranges,
+    rollart,
+    rose,
+    rose_elastic,
+    rose_serving,
+)
 from rollweave_papers.results import Experiment, Row
 
 EXPERIMENTS = {
@@ -28,26 +38,32 @@ EXPERIMENTS = {
     for experiment in module.EXPERIMENTS
 }
 
+ALL = EXPERIMENTS | {one.name: one for module in (ranges, ours) for one in module.EXPERIMENTS}
+"""The experiments of the papers, and ours, which run if they are named: `ranges`, over
+what the papers leave open, and `ours`, of our own policies.
+"""
+
 PAPERS = tuple(dict.fromkeys(name.partition("-")[0] for name in EXPERIMENTS))
+GROUPS = tuple(dict.fromkeys(name.partition("-")[0] for name in ALL))
 
 
 def select(names: Sequence[str]) -> list[Experiment]:
-    """Return the experiments of these names or papers, once each, in registry order;
-    all if none is named. Raises ConfigError.
+    """Return the experiments of these names or groups, once each, in registry order;
+    all of the papers if none is named. Raises ConfigError.
     """
     for name in names:
-        if name not in EXPERIMENTS and name not in PAPERS:
-            near = difflib.get_close_matches(name, [*EXPERIMENTS, *PAPERS], n=3)
+        if name not in ALL and name not in GROUPS:
+            near = difflib.get_close_matches(name, [*ALL, *GROUPS], n=3)
             hint = (
                 f"; did you mean {' or '.join(near)}?"
                 if near
-                else f": one of {', '.join([*PAPERS, *EXPERIMENTS])}"
+                else f": one of {', '.join([*GROUPS, *ALL])}"
             )
             raise ConfigError(f"NAME must be an experiment or a paper, got {name!r}{hint}")
     return [
         experiment
-        for name, experiment in EXPERIMENTS.items()
-        if not names or name in names or name.partition("-")[0] in names
+        for name, experiment in ALL.items()
+        if name in names or name.partition("-")[0] in names or (not names and name in EXPERIMENTS)
     ]
 
 
@@ -117,7 +133,7 @@ def run(experiments: Sequence[Experiment], *, quick: bool, processes: int) -> It
 
 def work(name: str, quick: bool) -> Finished:
     """Run one experiment in this process."""
-    start, experiment = time.process_time(), EXPERIMENTS[name]
+    start, experiment = time.process_time(), ALL[name]
     rows: tuple[Row, ...] = ()
     error = ""
     try:

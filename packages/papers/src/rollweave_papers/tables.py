@@ -6,6 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollweave.schema.base import Struct
@@ -154,9 +155,18 @@ def section(experiment: Experiment, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(sections: Iterable[str], *, quick: bool) -> str:
-    """Return a page of such sections, below their summary."""
+def page(sections: Iterable[str], *, quick: bool, own: bool = False) -> str:
+    """Return a page of such sections, below their summary. `own` are those of our own
+    experiments, in which nothing is summarized.
+    """
     sections = list(sections)
+    if own:
+        intro = (
+            f"Written by `{_command(quick)}`, which has the names of the tables as arguments. "
+            "A range in parentheses is that over seeds; another one is that over what the "
+            "papers leave open."
+        )
+        return "\n\n".join(["## Tables", textwrap.fill(intro, PAGE_WIDTH), *sections]) + "\n"
     summary = summary_in("\n".join(sections)).sentence()
     intro = (
         f"Written by `{_command(quick)}`: {summary} *Published* quotes the text of the paper; a "
@@ -168,6 +178,16 @@ def page(sections: Iterable[str], *, quick: bool) -> str:
     )
     heading = "## The papers' results on the simulated world"
     return "\n\n".join([heading, textwrap.fill(intro, PAGE_WIDTH), *sections]) + "\n"
+
+
+def between(tables: str, file: Path, marks: tuple[str, str]) -> str:
+    """Return the text of `file` with `tables` between its two marks, or `tables` alone
+    if it has none.
+    """
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    return f"{before}{begin}\n{tables}{end}{after}" if end else tables
 
 
 def sections_of(text: str, *, quick: bool) -> dict[str, str] | None:
@@ -199,6 +219,7 @@ def as_json(results: Sequence[tuple[Experiment, Sequence[Row]]]) -> dict[str, An
                 "published": _finite(row.published),
                 "ours": row.ours,
                 "seeds": row.seeds,
+                "open_range": row.open_range,
                 "ratio": row.ratio,
                 "sign": row.sign,
                 "unit": row.unit,
@@ -229,6 +250,8 @@ def _published(row: Row) -> str:
 def _ours(row: Row) -> str:
     if row.ours is None:
         return MISSING
+    if row.open_range is not None:
+        return f"{shown(row.open_range)}{_unit(row)}"
     seeds = f" ({shown(row.seeds)})" if row.seeds is not None else ""
     return f"{shown(row.ours)}{_unit(row)}{seeds}"
 

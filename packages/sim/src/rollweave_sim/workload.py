@@ -113,10 +113,10 @@ class Drawn:
     """
 
     def __init__(self, family: Family) -> None:
-        self._family = family
+        self.family = family
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
-        family = self._family
+        family = self.family
         difficulty, prompt_z = _task(family.name, seed, index)
         rng = random.Random(f"{family.name}/{seed}/{index}/{member}/{attempt}")
         rest_z = rng.gauss(0.0, 1.0)

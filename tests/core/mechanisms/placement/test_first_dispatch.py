@@ -139,6 +139,20 @@ def test_a_batch_is_not_waited_for_longer_than_a_prediction() -> None:
     assert set(hand.places) == set(NAMES)
 
 
+@pytest.mark.parametrize("scheduling", ["heddle", "trajectory"])
+def test_a_wait_ends_when_its_timer_fires_whatever_the_rounding(scheduling: str) -> None:
+    """At 1.84 s, the time of the timer minus 1.84 s is a little less than the wait."""
+    hand = Asked(scheduling)
+    hand.predict(LENGTHS)
+    hand.fire()
+    hand.now = 1.84
+    assert hand.now + WAIT_S - hand.now < WAIT_S
+    hand.end_step()
+    while not hand.places and hand.now < 1.84 + WAIT_S:
+        hand.fire()
+    assert len(hand.places) == 4
+
+
 def test_a_first_turn_that_is_cancelled_while_it_waits_is_forgotten() -> None:
     hand = Asked("heddle")
     name = NAMES[3]

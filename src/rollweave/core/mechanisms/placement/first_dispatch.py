@@ -57,10 +57,10 @@ def give_up_late(run: Run) -> None:
         name: since for name, since in part.ready.items() if _is_held(trajectories.get(name))
     }
     oldest = _oldest(run)
-    if oldest is not None and run.now - oldest >= WAIT_S:
+    if oldest is not None and run.now >= oldest + WAIT_S:
         part.silent = True
         _dispatch(run, [*part.held, *part.ready])
-    elif part.ready and run.now - min(part.ready.values()) >= WAIT_S:
+    elif part.ready and run.now >= min(part.ready.values()) + WAIT_S:
         _dispatch(run, list(part.ready))
     if part.held or part.ready:
         turns.wake_by(run, min([*part.held.values(), *part.ready.values()]) + WAIT_S)
