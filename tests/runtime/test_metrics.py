@@ -90,11 +90,14 @@ def test_an_engine_that_strays_from_the_trainer_is_warned_of_once(tmp_path: Path
     assert "by 0.25 on average" in warnings[1]["message"]
 
 
-def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(tmp_path: Path) -> None:
+def test_staleness_counts_the_way_back_from_discarded_weights(tmp_path: Path) -> None:
+    """One trajectory is of version 3, before the trainer was restored to step 2."""
     metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
-    metrics.trained(
-        *part(0, "lake", trajectory("a", 1.0, version=5), trajectory("b", 0.0, version=1))
-    )
+    discarded = trajectory("a", 1.0, version=3)
+    command, batch, trained = part(0, "lake", discarded, trajectory("b", 0.0, version=1))
+    (group,) = batch.groups
+    group = msgspec.structs.replace(group, restored_to={discarded.id: 2})
+    metrics.trained(command, msgspec.structs.replace(batch, groups=(group,)), trained)
     metrics.trained(*part(1, "lake", trajectory("c", 0.5, version=3)))
     metrics.close()
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()

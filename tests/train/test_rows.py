@@ -71,6 +71,25 @@ def test_in_a_turn_of_two_versions_only_the_newer_half_is_current() -> None:
     assert rows[0].ages.tolist() == [1, 1, 0]
 
 
+def test_tokens_of_discarded_weights_are_not_current_when_new_weights_have_their_number() -> None:
+    """The trainer was at step 7, was restored to step 5, and is at step 7 again."""
+    sequence = work.TokenSequence(
+        tokens=(1, 2, 3),
+        segments=(
+            work.Segment(start=0, end=1, kind=work.SegmentKind.PROMPT),
+            work.Segment(start=1, end=2, kind=work.SegmentKind.OUTPUT, version=5),
+            work.Segment(start=2, end=3, kind=work.SegmentKind.OUTPUT, version=7),
+        ),
+        logprobs=(0.0, -1.0, -1.0),
+    )
+    batch = batch_of((sequence,), (sequence,), version=7)
+    (group,) = batch.groups
+    group = msgspec.structs.replace(group, restored_to={group.trajectories[0].id: 5})
+    rows = batch_rows(msgspec.structs.replace(batch, groups=(group,)), AlgorithmConfig())
+    assert [row.ages.tolist() for row in rows] == [[2, 4], [2, 0]]
+    assert [row.current.tolist() for row in rows] == [[False, False], [False, True]]
+
+
 def cut(batch: work.Batch, *indices: int) -> work.Batch:
     """Return the batch after `max_tokens` has cut these trajectories of its groups."""
     groups = [

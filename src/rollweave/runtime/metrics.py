@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollweave.core.policy.health import GAP, wide_gaps
-from rollweave.core.policy.modes import staleness
+from rollweave.core.policy.modes import origin
 from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
 from rollweave.io.extras import how_to_install
@@ -277,7 +277,7 @@ def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[s
     that started them and the trained step.
     """
     ages = Counter(
-        staleness(trajectory.initiated_version, command.step)
+        command.step - origin(trajectory.initiated_version, group.restored_to.get(trajectory.id))
         for command, batch, _ in parts
         for group in batch.groups
         for trajectory in group.trajectories

@@ -449,14 +449,16 @@ class Unscored(Struct, frozen=True, kw_only=True):
     comparisons: tuple[Comparison, ...] = ()
 
 
-class ScoredGroup(Struct, frozen=True, kw_only=True):
+class ScoredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Trajectories of one task with finite rewards: the unit of a group-relative
-    advantage.
+    advantage. `restored_to` has the trajectories that may have tokens of discarded
+    weights, as in `GroupRef`.
     """
 
     id: GroupId
     env: str
     trajectories: tuple[Trajectory, ...]
+    restored_to: dict[TrajectoryId, int] = msgspec.field(default_factory=dict)
 
 
 class Measures(Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from rollweave.core.policy.modes import origin
 from rollweave.schema.config.training import AlgorithmConfig
 from rollweave.schema.work import (
     Batch,
@@ -79,7 +80,8 @@ def batch_rows(
         for trajectory, by_sequence in zip(group.trajectories, values, strict=True):
             index += 1
             if not (algorithm.overlong == "drop" and is_overlong(trajectory)):
-                rows += _rows_of(trajectory, index, by_sequence, used, version=batch.version)
+                versions = batch.version, group.restored_to.get(trajectory.id)
+                rows += _rows_of(trajectory, index, by_sequence, used, versions)
     return rows
 
 
@@ -88,11 +90,11 @@ def _rows_of(
     index: int,
     advantages: Sequence[torch.Tensor],
     algorithm: AlgorithmConfig,
-    *,
-    version: int,
+    versions: tuple[int, int | None],
 ) -> Iterator[Row]:
-    """Yield the rows of a trajectory, the `index`th of a batch for weights `version`,
-    from the advantages [T] of each sequence.
+    """Yield the rows of a trajectory, the `index`th of a batch, from the advantages [T]
+    of each sequence. `versions` has that of the batch's weights, and the step to which
+    the trainer was restored, if tokens may be of discarded weights.
     """
     for number, (sequence, values) in enumerate(zip(trajectory.sequences, advantages, strict=True)):
         targets = output_positions(sequence)
@@ -105,7 +107,7 @@ def _rows_of(
                 ),
                 behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
                 advantages=values[targets],
-                ages=_ages(sequence, version)[targets],
+                ages=_ages(sequence, *versions)[targets],
                 trajectory=index,
                 engine=trajectory.engine,
                 algorithm=algorithm,
@@ -214,12 +216,12 @@ def balance(sizes: Sequence[int], bins: int) -> list[list[int]]:
     return filled
 
 
-def _ages(sequence: TokenSequence, version: int) -> torch.Tensor:
+def _ages(sequence: TokenSequence, version: int, restored_to: int | None) -> torch.Tensor:
     """Return the number of versions from the weights that sampled each output token to
-    `version`: [T].
+    `version`: [T]. Weights beyond step `restored_to` are discarded.
     """
     ages = torch.zeros(len(sequence.tokens), dtype=torch.int64)
     for segment in sequence.segments:
         if segment.kind is SegmentKind.OUTPUT:
-            ages[segment.start : segment.end] = version - segment.version
+            ages[segment.start : segment.end] = version - origin(segment.version, restored_to)
     return ages

@@ -10,11 +10,10 @@ controller has written it. A rank waits for a record for at most `SEEN_S`.
 import time
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec
 
-from rollweave.core.policy.modes import origin
 from rollweave.record.store import StoredAttempt, read_unscored
-from rollweave.schema.base import GroupId, Struct, TaggedStruct
+from rollweave.schema.base import GroupId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.training import Measure, TrainerCommand, TrainFailed, TrainOn
 from rollweave.schema.work import Batch, Blame, ScoredGroup, StopReason, Trajectory
@@ -39,7 +38,6 @@ class StoredMember(Struct, frozen=True, kw_only=True, array_like=True):
     stop_reason: StopReason
     blame: Blame
     rewards: dict[str, float]
-    restored_to: int | None = None  # as in GroupRef
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True):
@@ -48,6 +46,7 @@ class StoredGroup(Struct, frozen=True, kw_only=True):
     id: GroupId
     env: str
     members: tuple[StoredMember, ...]
+    restored_to: dict[TrajectoryId, int] = msgspec.field(default_factory=dict)
 
 
 class StoredBatch(TaggedStruct, frozen=True, kw_only=True):
@@ -73,7 +72,7 @@ class StoredBatch(TaggedStruct, frozen=True, kw_only=True):
 RankCommand = TrainerCommand | StoredBatch
 
 
-def member_of(entry: StoredAttempt, restored_to: int | None) -> StoredMember:
+def member_of(entry: StoredAttempt) -> StoredMember:
     """Return the reference to a trajectory that has a score."""
     assert entry.score is not None, "only scored trajectories are trained on"
     return StoredMember(
@@ -85,28 +84,7 @@ def member_of(entry: StoredAttempt, restored_to: int | None) -> StoredMember:
         stop_reason=entry.score.stop_reason,
         blame=entry.score.blame,
         rewards=entry.score.rewards,
-        restored_to=restored_to,
     )
-
-
-def of_lineage(trajectory: Trajectory, restored_to: int | None) -> Trajectory:
-    """Return the trajectory with versions from which its staleness counts, where the
-    trainer was restored to step `restored_to` since.
-    """
-    if restored_to is None:
-        return trajectory
-    sequences = tuple(
-        replace(
-            sequence,
-            segments=tuple(
-                replace(segment, version=origin(segment.version, restored_to))
-                for segment in sequence.segments
-            ),
-        )
-        for sequence in trajectory.sequences
-    )
-    initiated = origin(trajectory.initiated_version, restored_to)
-    return replace(trajectory, initiated_version=initiated, sequences=sequences)
 
 
 def executed(command: RankCommand) -> TrainerCommand | TrainFailed:
@@ -138,6 +116,7 @@ def _groups_of(stored: StoredBatch) -> tuple[ScoredGroup, ...]:
             id=group.id,
             env=group.env,
             trajectories=tuple(_read(directory, member, until) for member in group.members),
+            restored_to=group.restored_to,
         )
         for group in stored.groups
     )
@@ -151,8 +130,8 @@ def _read(directory: Path, member: StoredMember, until: float) -> Trajectory:
             if time.monotonic() > until:
                 raise
         else:
-            return replace(
-                of_lineage(trajectory, member.restored_to),
+            return msgspec.structs.replace(
+                trajectory,
                 reward=member.reward,
                 success=member.success,
                 stop_reason=member.stop_reason,

@@ -24,7 +24,6 @@ from rollweave.runtime.supervisors.stored_batches import (
     StoredBatch,
     StoredGroup,
     member_of,
-    of_lineage,
 )
 from rollweave.runtime.supervisors.supervisor import Supervised, TracedSupervisor
 from rollweave.runtime.supervisors.trainer_link import (
@@ -296,10 +295,8 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
                 ScoredGroup(
                     id=group.id,
                     env=group.name,
-                    trajectories=tuple(
-                        of_lineage(next(trajectories), group.restored_to.get(member))
-                        for member in group.trajectory_ids
-                    ),
+                    trajectories=tuple(next(trajectories) for _ in group.trajectory_ids),
+                    restored_to=group.restored_to,
                 )
                 for group in command.groups
             ),
@@ -329,10 +326,8 @@ class TrainerSupervisor(TracedSupervisor[TrainerProcess, tuple[int, str]]):
                 StoredGroup(
                     id=group.id,
                     env=group.name,
-                    members=tuple(
-                        member_of(next(attempts), group.restored_to.get(member))
-                        for member in group.trajectory_ids
-                    ),
+                    members=tuple(member_of(next(attempts)) for _ in group.trajectory_ids),
+                    restored_to=group.restored_to,
                 )
                 for group in command.groups
             ),
