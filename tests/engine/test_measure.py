@@ -2,6 +2,7 @@
 leaves no trace.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from rollweave.engine.measure import step_times
+from rollweave.engine import measure
+from rollweave.engine.measure import capped_slots, step_times
 from rollweave.engine.runner import Runner
 from rollweave.schema.serving import Ready
 from tests.support.tiny_models import build, drive, request, save, spec
@@ -70,3 +72,51 @@ def test_a_model_whose_context_is_too_short_has_no_profile(tmp_path: Path) -> No
     of = spec(save(build("qwen3", max_position_embeddings=6), tmp_path))
     with torch.inference_mode():
         assert step_times(of, Runner(of)) == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changes", "expected"),
+    [
+        (lambda batch: 1.0, {}, 61),  # each sequence is for free, and 95 % of 64 suffice
+        (lambda batch: float(batch), {}, 1),  # each takes as long as the first one
+        (lambda batch: max(1.0, batch / 16), {}, 16),  # the knee of ROSE's Fig. 12
+        (lambda batch: 1.0, {"kv_tokens": 512}, 12),  # 12 sequences of 5 blocks have room
+        (lambda batch: 1.0, {"kv_tokens": 48}, 1),
+    ],
+)
+def test_an_engine_takes_the_fewest_sequences_of_nearly_the_best_throughput(
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float],
+    changes: dict[str, Any],
+    expected: int,
+) -> None:
+    contexts = set()
+
+    def step_s(runner: Runner, batch: int, context: int) -> float:
+        contexts.add(context)
+        return seconds(batch)
+
+    monkeypatch.setattr(measure, "_step_s", step_s)
+    of = spec(path, max_slots=64, **{"kv_tokens": 8192, "slots_context": 20, **changes})
+    with torch.inference_mode():
+        runner = Runner(of)
+        assert capped_slots(of, runner) == expected
+        assert len(contexts) == 1
+        assert max(contexts) <= 20
+        without = msgspec.structs.replace(of, slots_context=0)
+        assert capped_slots(without, runner) == 64
+        # An engine without memory measures nothing.
+        assert capped_slots(msgspec.structs.replace(of, released=True), runner) == 64
+
+
+def test_an_engine_reports_its_measured_limit_and_serves_as_without_it(path: str) -> None:
+    plain, capped = (
+        drive(
+            spec(path, slots_context=context),
+            [request("x", [3, 1, 4], seed=1, max_tokens=12)],
+        )
+        for context in (0, 16)
+    )
+    assert 1 <= capped.of(Ready)[0].max_slots <= plain.of(Ready)[0].max_slots
+    assert capped.results["x"].tokens == plain.results["x"].tokens

@@ -3,6 +3,7 @@ claims nothing about learning.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,23 @@ def test_the_kv_cache_has_the_configured_size(tmp_path: Path) -> None:
     assert "tokens in each engine (limited by sim.gpu)" in " ".join(by_gpu.stdout.split())
     small = run(tmp_path, engines="kv_tokens = 1024")
     assert "1,024 tokens in each engine (engines.kv_tokens)" in " ".join(small.stdout.split())
+    assert "sequences at once" not in small.stdout
     slow, fast = (
         json.loads(result.stdout.splitlines()[-1])["wall_s"] for result in (small, by_gpu)
     )
     assert slow > fast, "fewer trajectories fit at once"
     vast = run(tmp_path, engines="kv_tokens = 1073741824")
     assert vast.stdout == by_gpu.stdout
+
+
+def test_engines_with_a_profile_run_as_those_with_the_same_slots(tmp_path: Path) -> None:
+    profiled = run(tmp_path, engines="kv_tokens = 2048\nmax_slots = 'profiled'")
+    text = " ".join(profiled.stdout.split())
+    match = re.search(r"(\d+) sequences at once, from the profile", text)
+    assert match is not None
+    assert 1 <= int(match[1]) <= 4  # 512 of the 1,024 tokens of a trajectory each
+    fixed = run(tmp_path, engines=f"kv_tokens = 2048\nmax_slots = {match[1]}")
+    assert fixed.stdout.splitlines()[-1] == profiled.stdout.splitlines()[-1]
 
 
 def test_names_settings_without_effect(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave_sim.cost import EngineCosts
+from rollweave_sim.fleet import kv_room
 from rollweave_sim.run import Outcome, SimMetrics, directory_of, simulate
 from rollweave_sim.world import World, costs_of, workloads_of
 from tests.support.properties import checked_every
@@ -34,6 +36,35 @@ def test_the_same_seed_gives_the_same_journal_to_the_byte(tmp_path: Path) -> Non
         journals.append(run.journal.read_bytes())
         assert json.loads(run.identity.read_text())["kind"] == "simulation"
     assert journals[0] == journals[1] != journals[2]
+
+
+def test_engines_take_the_slots_of_their_own_profile(tmp_path: Path) -> None:
+    """As few sequences as decode nearly as fast as more would (ROSE App. A)."""
+    values = config(tmp_path).model_dump()
+    groups = [
+        {"max_slots": slots, "count": 1, "degree": degree}
+        for slots, degree in (("profiled", 1), ("profiled", 2), (7, 1))
+    ]
+    run_config = RunConfig.model_validate({**values, "engines": groups})
+    metrics = SimMetrics()
+    world = World(run_config, observer=metrics)
+    metrics.watch(world)
+    world.run()
+    engines = world.core.state.engines.values()
+    costs, _ = costs_of(run_config)
+    expected = []
+    for group in run_config.engines[:2]:
+        cost = costs["", group.degree]
+
+        def rate(count: int, cost: EngineCosts = cost) -> float:
+            context = count * 8192  # half of tasks.max_tokens
+            return count / cost.decode_s(decode=count, decode_context=context, steps=1)
+
+        most = min(256, kv_room(cost, group) // 8192)
+        best = max(rate(count) for count in range(1, most + 1))
+        expected.append(next(count for count in range(1, most + 1) if rate(count) >= 0.95 * best))
+    assert [engine.abilities.max_slots for engine in engines] == [*expected, 7]
+    assert expected[0] < expected[1], "more memory holds more sequences"
 
 
 @pytest.mark.variants

@@ -28,7 +28,7 @@ from rollweave.engine.constrained_texts import ConstrainedTexts
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
 from rollweave.engine.matchers import Matchers
-from rollweave.engine.measure import step_times
+from rollweave.engine.measure import capped_slots, step_times
 from rollweave.engine.request_state import RequestState, StopStrings, load_tokenizer, validate
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
@@ -149,7 +149,7 @@ class EngineCore:
         ready = Ready(
             version=spec.version,
             kv_total_tokens=capacity,
-            max_slots=spec.max_slots,
+            max_slots=capped_slots(spec, self.runner),
             max_context=self._max_context,
             profile=step_times(spec, self.runner) if spec.profile and not spec.released else (),
             stages=not spec.released and self.staging.has_room(),

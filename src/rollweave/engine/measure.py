@@ -1,16 +1,18 @@
-"""Measures steps of an engine; `step_times` are those of its decode steps, by batch
-size, before it serves (`EngineSpec.profile`).
+"""Measures steps of an engine before it serves: `step_times` are those of its decode
+steps, by batch size (`EngineSpec.profile`), and `capped_slots` is the limit of
+sequences that follows from them (`EngineSpec.slots_context`).
 
 A measured step is complete: planned, computed and sampled, over contexts that are
 declared computed, since the content of the pool does not change the time. Afterwards
-the pool and the mirror are as they were built. The measurement leaves out contexts
-longer or shorter than `CONTEXT_TOKENS`, and prompts that are prefilled in the same
-step.
+the pool and the mirror are as they were built. All sequences of a step have
+contexts of one length, and the measurement leaves out prompts that are prefilled in
+the same step.
 """
 
 import statistics
 import time
 
+from rollweave.core.policy.admission import Curve, fewest_slots
 from rollweave.engine.batching import Batcher, Entry
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.runner import Runner
@@ -31,21 +33,39 @@ STEPS = 5
 """Number of measured steps; their median is the result."""
 
 
-def step_times(spec: EngineSpec, runner: Runner) -> tuple[StepTime, ...]:
+def capped_slots(spec: EngineSpec, runner: Runner) -> int:
+    """Return the number of sequences that the engine should decode at once: all that
+    `spec` allows, or with `spec.slots_context` the fewest with nearly the highest
+    throughput (ROSE App. A). Between measured numbers, seconds are interpolated.
+    """
+    context = min(spec.slots_context, runner.pool.tokens // 2)
+    if not context or spec.released:
+        return spec.max_slots
+    times = step_times(spec, runner, context=context)
+    if not times:
+        return spec.max_slots
+    curve = Curve(tuple((step.batch, step.seconds) for step in times))
+    return fewest_slots(curve.seconds, most=times[-1].batch)
+
+
+def step_times(spec: EngineSpec, runner: Runner, *, context: int = 0) -> tuple[StepTime, ...]:
     """Measure the seconds of a decode step for 1, 2, 4, … sequences, up to the number
-    that the engine has slots and blocks for.
+    that the engine has slots and blocks for. With `context`, each sequence has so many
+    tokens, and only as many sequences are measured as the engine can hold.
 
     Return nothing for an engine that has no room for the few tokens sampled here.
     """
     pool, steps = runner.pool, WARM_STEPS + STEPS
-    # Each sequence needs blocks for one token and those that follow, and one spare
-    # block.
-    min_blocks = steps // pool.block_tokens + 2
+    # Each sequence needs blocks for its context, at least one token, and for the tokens
+    # that follow, and one spare block.
+    min_blocks = (min(context, max(0, runner.shape.context - steps)) + steps) // (
+        pool.block_tokens
+    ) + 2
     largest = min(spec.max_slots, pool.blocks // min_blocks)
     if not largest or runner.shape.context <= steps:
         return ()
     context = min(
-        CONTEXT_TOKENS,
+        context or CONTEXT_TOKENS,
         runner.shape.context - steps,
         (pool.blocks // largest - 1) * pool.block_tokens - steps,
     )

@@ -47,7 +47,7 @@ def engine_needs(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
     else:
         # attention gathers the blocks of one layer, and new weights arrive one by one
         largest = max(map(math.prod, shape.tensors().values()))
-        logits = 2 * group.max_slots * shape.vocab * NUMBER_BYTES["float32"]
+        logits = 2 * group.most_slots * shape.vocab * NUMBER_BYTES["float32"]
         step = kv // shape.layers + largest * width + logits
         needs.append(Need(what="one step", nbytes=step, setting="engines.kv_tokens"))
     if config.weights.collective:

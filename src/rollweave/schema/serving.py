@@ -750,15 +750,17 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
     `version` is the version of the checkpoint's own weights, or -1 if no weights are
     served before others are loaded. With `profile`, the engine measures its decode
-    steps before it is ready. If `released`, it begins without memory for weights and
-    KV, as after `Suspend.release`, and measures nothing. `kv_host` is the address on
-    which it exports KV over TCP. With `server`, an inference server computes instead of
-    our engine. With `lora_scale`, new versions are adapters of `model`, whose output is
-    multiplied by this scale. On a GPU, `paged_attention` uses a kernel that reads KV in
-    place, and `cuda_graphs` replays recorded decoding steps; neither is used if
-    `deterministic`. With `routes`, results have the routes of their tokens, and with
-    `states` the states of their turns, if our engine computes them. With `lend`, the
-    engine's process lends the slack that its requests leave.
+    steps before it is ready; with `slots_context`, it also lowers `max_slots` to as few
+    sequences of so many tokens as decode nearly as fast. If `released`, it begins
+    without memory for weights and KV, as after `Suspend.release`, and measures nothing.
+    `kv_host` is the address on which it exports KV over TCP. With `server`, an
+    inference server computes instead of our engine. With `lora_scale`, new versions are
+    adapters of `model`, whose output is multiplied by this scale. On a GPU,
+    `paged_attention` uses a kernel that reads KV in place, and `cuda_graphs` replays
+    recorded decoding steps; neither is used if `deterministic`. With `routes`, results
+    have the routes of their tokens, and with `states` the states of their turns, if our
+    engine computes them. With `lend`, the engine's process lends the slack that its
+    requests leave.
     """
 
     id: EngineId
@@ -775,6 +777,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     version: int = -1
     profile: bool = False
+    slots_context: int = 0
     released: bool = False
     kv_host: str = "127.0.0.1"
     server: ServerSpec | None = None

@@ -373,7 +373,7 @@ class Splits:
         for group in config.engines:
             cost = engines[(group.pool or "", group.degree)]
             running = rollout.places.run / sum(each.count for each in config.engines)
-            at_once = max(1, round(min(running, group.max_slots, cost.kv_tokens / context)))
+            at_once = max(1, round(min(running, group.most_slots, cost.kv_tokens / context)))
             step_s = cost.decode_s(decode=at_once, decode_context=round(at_once * context), steps=1)
             chunk = group.prefill_chunk_tokens
             prefill_s = cost.step_s(

@@ -8,7 +8,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rollweave.schema.config.loading import load, load_serving
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import human_seconds
+from rollweave_sim.cost import capped_slots
 from rollweave_sim.faults import Report, search
 from rollweave_sim.fleet import kv_room
 from rollweave_sim.hosts import NO_POOL
@@ -198,14 +199,24 @@ def _kv_text(config: RunConfig, costs: Costs) -> str:
         for degree in (config.degrees or (group.degree,))
     ]
     capacities = {(kv_room(cost, group), cost.kv_tokens) for cost, group in kinds}
-    sizes = sorted({size for size, _ in capacities})
     limited_by = (
         "engines.kv_tokens"
         if all(size < gpu for size, gpu in capacities)
         else f"limited by {'the GPUs of the pools' if config.pools else 'sim.gpu'}"
     )
-    extremes = " to ".join(f"{size:,}" for size in (sizes[0], sizes[-1])[: len(sizes)])
-    return f"{extremes} tokens in each engine ({limited_by})"
+    slots = [
+        capped_slots(cost, context=config.profiled_context, room=kv_room(cost, group))
+        for cost, group in kinds
+        if group.max_slots == "profiled"
+    ]
+    capped = f"; {_range(slots)} sequences at once, from the profile" if slots else ""
+    return f"{_range(size for size, _ in capacities)} tokens in each engine ({limited_by}){capped}"
+
+
+def _range(values: Iterable[int]) -> str:
+    """Return the least and the greatest value as text, or the only value."""
+    ordered = sorted(set(values))
+    return " to ".join(f"{value:,}" for value in dict.fromkeys((ordered[0], ordered[-1])))
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:

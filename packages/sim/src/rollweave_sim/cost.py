@@ -17,7 +17,9 @@ throughput.
 import math
 from typing import Protocol
 
+from rollweave.core.policy.admission import fewest_slots
 from rollweave.core.policy.relay import CHUNK_BYTES
+from rollweave.schema.config.engines import PROFILED_SLOTS
 from rollweave.schema.errors import FieldError
 from rollweave_sim.hardware import BF16, GPUS_PER_MACHINE, Gpu, Link, ModelShape, link
 from rollweave_sim.training import ONE_PASS, Passes, mfu
@@ -133,6 +135,17 @@ class EngineCosts(Protocol):
 
         The summed context grows by `decode` a step: this is the sum of `step_s`.
         """
+
+
+def capped_slots(cost: EngineCosts, *, context: int, room: int) -> int:
+    """Return the fewest sequences of `context` tokens each that decode nearly as many
+    tokens in a second as any other number (`core/policy/admission`): at most
+    `PROFILED_SLOTS`, and as many as a KV cache of `room` tokens holds.
+    """
+    return fewest_slots(
+        lambda count: cost.decode_s(decode=count, decode_context=count * context, steps=1),
+        most=max(1, min(PROFILED_SLOTS, room // max(1, context))),
+    )
 
 
 class SharedCost:

@@ -17,7 +17,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave_sim.clock import Clock
-from rollweave_sim.cost import EngineCosts, SharedCost, TrainerCosts
+from rollweave_sim.cost import EngineCosts, SharedCost, TrainerCosts, capped_slots
 from rollweave_sim.engine import Done, SimEngine
 from rollweave_sim.hardware import GPUS_PER_MACHINE
 from rollweave_sim.kv import Request
@@ -85,9 +85,12 @@ class SimFleet:
         trace: Trace | None,
         noise: Callable[[str], Noise] | None = None,
         lending: Lending | None = None,
+        context: int = 0,
     ) -> None:
-        """`noise` makes that of an engine's steps from its name."""
-        self._noise = noise
+        """`noise` makes that of an engine's steps from its name. `context` are the
+        tokens of each sequence of the steps from which an engine sets its own slots.
+        """
+        self._noise, self._context = noise, context
         self._clock, self._post, self._costs, self._trainer, self._settings = (
             clock,
             post,
@@ -376,13 +379,16 @@ class SimFleet:
             node.engine = engine
             room = engine.kv_tokens
             own = settings.server is None
+            slots = settings.most_slots
+            if settings.max_slots == "profiled":
+                slots = capped_slots(cost, context=self._context, room=room)
             self._post(
                 e.EngineJoined(
                     engine_id=node.id,
                     epoch=node.epoch,
-                    max_slots=settings.max_slots,
+                    max_slots=slots,
                     kv_total_tokens=room,
-                    profile=_profile(cost, settings.max_slots, room) if own else (),
+                    profile=_profile(cost, slots, room) if own else (),
                     stages=True,
                     moves_kv=settings.moves_kv,
                     preempts=own,
@@ -402,7 +408,7 @@ class SimFleet:
         most = chunk if lending is None else lending.chunk_tokens or chunk
         engine = SimEngine(
             cost=cost,
-            slots=settings.max_slots,
+            slots=settings.most_slots,
             chunk_tokens=min(chunk, most),
             block_tokens=BLOCK_TOKENS,
             prefix_cache=cached,

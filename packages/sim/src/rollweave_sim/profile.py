@@ -12,13 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollweave.core.policy.admission import fewest_slots
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
-from rollweave_sim.cost import sum_of_line
-
-MAX_SLOTS = 256
-"""Maximum number of turns at once that is considered."""
+from rollweave_sim.cost import capped_slots, sum_of_line
 
 Array = npt.NDArray[np.float64]
 
@@ -110,11 +106,7 @@ class ProfileCost:
         """Return how many turns the engine should run at once, at contexts of so many
         tokens, as far as their KV fits (`core/policy/admission`).
         """
-        most = max(1, min(MAX_SLOTS, self.kv_tokens // max(1, context)))
-        return fewest_slots(
-            lambda count: self.decode_s(decode=count, decode_context=count * context, steps=1),
-            most=most,
-        )
+        return capped_slots(self, context=context, room=self.kv_tokens)
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         """See `EngineCosts`."""

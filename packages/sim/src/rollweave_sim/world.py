@@ -97,8 +97,7 @@ class World:
         """
         self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
-        self.clock, self.inbox = Clock(), deque[e.Event]()
-        self.events = 0
+        self.clock, self.inbox, self.events = Clock(), deque[e.Event](), 0
         self.over: str | None = None
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         self.hosts = SimHosts(config)
@@ -118,6 +117,7 @@ class World:
             trace=trace,
             noise=lambda name: Noise(f"{config.run.seed}/{name}"),
             lending=self.lending,
+            context=config.profiled_context,
         )
         self.rollouts = Rollouts(
             clock=self.clock,

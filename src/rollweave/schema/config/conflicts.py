@@ -255,7 +255,10 @@ CONFLICTS = (
         "trainer.colocated",
         _unless("rollout.mode", "sync", why="the only one that does not train while it rolls out"),
     ),
-    Conflict("loans allocation ablation.changes=no_staging", _beside("trainer.colocated")),
+    Conflict(
+        "loans allocation ablation.changes=no_staging engines.max_slots=profiled",
+        _beside("trainer.colocated"),
+    ),
     Conflict(
         "weights.transport=collective",
         _either(
@@ -363,11 +366,12 @@ CONFLICTS = (
     ),
     Conflict("engines.deterministic", _beside("engines.kind", "vllm")),
     Conflict(
-        "engines.prefill_chunk_tokens",
+        "engines.prefill_chunk_tokens engines.max_slots=profiled",
         _beside(
             "engines.kind",
             *SERVERS,
-            why="whose args have --max-num-batched-tokens or --chunked-prefill-size",
+            why="which sizes its own steps, and whose args have --max-num-batched-tokens or "
+            "--chunked-prefill-size",
         ),
     ),
     Conflict(

@@ -24,6 +24,7 @@ from rollweave.schema.config.values import (
     PositiveInt,
     Section,
     Variable,
+    either,
     form,
     listed,
     matching,
@@ -34,6 +35,10 @@ from rollweave.schema.serving import SERVER_PYTHON, ServerName
 
 BLOCK_TOKENS = 16
 """Tokens in one KV block."""
+
+
+PROFILED_SLOTS = 256
+"""Highest limit of sequences that an engine sets itself from its profile."""
 
 
 EnginePhase = Literal["both", "prefill", "decode"]
@@ -80,8 +85,15 @@ class EngineConfig(Section):
         "the engine reaches it, or a list of them, one for each engine. The servers have the token "
         "that the environment holds as ROLLWEAVE_ENGINE_TOKEN.",
     )
-    max_slots: PositiveInt = Field(
-        64, description="Maximum number of sequences that one engine decodes at once."
+    max_slots: Annotated[
+        PositiveInt | Literal["profiled"], either("be a whole number of at least 1, or profiled")
+    ] = Field(
+        64,
+        description="Maximum number of sequences that one engine decodes at once. profiled: each "
+        "engine measures its steps when it starts, over contexts of half the longest "
+        f"tasks.max_tokens, and sets the fewest sequences, at most {PROFILED_SLOTS} and as many as "
+        "its KV cache holds, that decode nearly as many tokens in a second as any other number "
+        "(ROSE App. A).",
     )
     kv_tokens: Annotated[PositiveInt, Field(multiple_of=BLOCK_TOKENS)] = Field(
         65536,
@@ -115,6 +127,11 @@ class EngineConfig(Section):
     def server(self) -> ServerName | None:
         """The kind of the engines' inference servers; None if they have none."""
         return None if self.kind == "embedded" else self.kind
+
+    @property
+    def most_slots(self) -> int:
+        """The limit of sequences, or the highest that a profile can give."""
+        return PROFILED_SLOTS if self.max_slots == "profiled" else self.max_slots
 
     @property
     def first_phase(self) -> EnginePhase:

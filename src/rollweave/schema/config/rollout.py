@@ -28,6 +28,7 @@ from rollweave.schema.config.values import (
     Positive,
     PositiveInt,
     Section,
+    either,
     form,
     listed,
     matching,
@@ -175,7 +176,9 @@ class RolloutConfig(Section):
     )
     groups_per_step: PositiveInt = Field(8, description="Groups in one training batch.")
     group_size: PositiveInt = Field(8, description="Trajectories of one task in a group.")
-    spare_groups: Count | Literal["learned"] = Field(
+    spare_groups: Annotated[
+        Count | Literal["learned"], either("be a whole number of at least 0, or learned")
+    ] = Field(
         0,
         description="Groups launched beyond those that steps have a place for; the slowest are "
         "cancelled (sync, one_step, bounded). learned: with dynamic_sampling, as many as replace "

@@ -162,6 +162,11 @@ class Sections(Section):
         return max(task.max_tokens for task in self.tasks)
 
     @property
+    def profiled_context(self) -> int:
+        """The tokens of each sequence in the steps by which engines set their slots."""
+        return max(1, self.max_tokens // 2)
+
+    @property
     def batch_tokens(self) -> int:
         """The maximum number of tokens of one training batch."""
         largest = max(self.group_size(task.name) for task in self.tasks)

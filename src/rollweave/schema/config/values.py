@@ -3,7 +3,15 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from rollweave.schema.serving import COLDEST
@@ -51,6 +59,20 @@ def matching(pattern: str, rule: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def either(rule: str) -> WrapValidator:
+    """Give a setting that is a number or a word one error, which says that it must
+    `rule`, in place of an error for each of the two.
+    """
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("rule", rule) from None
+
+    return WrapValidator(check)
 
 
 Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "be the name of an environment variable")]
