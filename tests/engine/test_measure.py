@@ -110,6 +110,18 @@ def test_an_engine_takes_the_fewest_sequences_of_nearly_the_best_throughput(
         assert capped_slots(msgspec.structs.replace(of, released=True), runner) == 64
 
 
+def test_more_sequences_are_not_measured_once_they_gain_hardly_any_tokens(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_step_s", lambda runner, batch, context: max(1.0, batch / 8))
+    of = spec(path, max_slots=64, kv_tokens=8192)
+    with torch.inference_mode():
+        runner = Runner(of)
+        until_saturated, all_of_them = (step_times(of, runner, context=each) for each in (20, 0))
+    assert [step.batch for step in until_saturated] == [1, 2, 4, 8, 16]
+    assert [step.batch for step in all_of_them] == [1, 2, 4, 8, 16, 32, 64]
+
+
 def test_an_engine_reports_its_measured_limit_and_serves_as_without_it(path: str) -> None:
     plain, capped = (
         drive(

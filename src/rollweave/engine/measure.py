@@ -12,7 +12,7 @@ the same step.
 import statistics
 import time
 
-from rollweave.core.policy.admission import Curve, fewest_slots
+from rollweave.core.policy.admission import SATURATED, Curve, fewest_slots
 from rollweave.engine.batching import Batcher, Entry
 from rollweave.engine.blocks import BlockLedger
 from rollweave.engine.runner import Runner
@@ -51,11 +51,12 @@ def capped_slots(spec: EngineSpec, runner: Runner) -> int:
 def step_times(spec: EngineSpec, runner: Runner, *, context: int = 0) -> tuple[StepTime, ...]:
     """Measure the seconds of a decode step for 1, 2, 4, … sequences, up to the number
     that the engine has slots and blocks for. With `context`, each sequence has so many
-    tokens, and only as many sequences are measured as the engine can hold.
+    tokens; only as many sequences are measured as the engine can hold, and no more once
+    these decode hardly more tokens in a second than half of them (`SATURATED`).
 
     Return nothing for an engine that has no room for the few tokens sampled here.
     """
-    pool, steps = runner.pool, WARM_STEPS + STEPS
+    pool, steps, until_saturated = runner.pool, WARM_STEPS + STEPS, context > 0
     # Each sequence needs blocks for its context, at least one token, and for the tokens
     # that follow, and one spare block.
     min_blocks = (min(context, max(0, runner.shape.context - steps)) + steps) // (
@@ -72,13 +73,16 @@ def step_times(spec: EngineSpec, runner: Runner, *, context: int = 0) -> tuple[S
     batches = [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [
         largest
     ]
-    profile = tuple(
-        StepTime(batch=batch, context=context, seconds=_step_s(runner, batch, context))
-        for batch in batches
-    )
+    profile: list[StepTime] = []
+    for batch in batches:
+        seconds, former = _step_s(runner, batch, context), profile[-1:]
+        profile.append(StepTime(batch=batch, context=context, seconds=seconds))
+        gained = not former or batch / seconds > former[0].batch / former[0].seconds / SATURATED
+        if until_saturated and not gained:
+            break
     if runner.mirror is not None:
         runner.mirror.forget(memory=True)
-    return profile
+    return tuple(profile)
 
 
 def _step_s(runner: Runner, batch: int, context: int) -> float:
