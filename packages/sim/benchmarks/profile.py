@@ -104,7 +104,7 @@ def spec_of(config: RunConfig, model: Path) -> EngineSpec:
         dtype=config.model.dtype,
         device=config.model.device,
         threads=engines.degree,
-        max_slots=engines.max_slots,
+        max_slots=engines.most_slots,
         kv_tokens=engines.kv_tokens,
         block_tokens=BLOCK_TOKENS,
         prefill_chunk_tokens=engines.prefill_chunk_tokens,
