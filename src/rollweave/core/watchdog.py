@@ -205,7 +205,7 @@ def _check_trainer(run: Run) -> None:
         waited = run.now - trainer.save_requested_at
         if waited > limits.train_s:
             training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")
-    elif trainer.status is not TrainerStatus.IDLE:
+    elif trainer.status not in (TrainerStatus.IDLE, TrainerStatus.SAVING):  # it waits for engines
         # an update may have waited until the checkpoint before it was written
         waited = run.now - max(trainer.since, trainer.save_requested_at + trainer.last_save_s)
         if waited > limits.train_s:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.division import Dividing
-from rollweave.core.mechanisms.membership.members import engines_to_start, ranks_to_start
+from rollweave.core.mechanisms.membership.members import engines_to_start, next_id, ranks_to_start
 from rollweave.core.policy.ratio import STEADY
 from rollweave.core.state import State, TrainerStatus
 from rollweave.schema import commands as c
@@ -138,6 +138,7 @@ def test_a_move_whose_checkpoint_fails_is_given_up() -> None:
         assert trainer.saving is not None
         world.feed(e.CheckpointFailed(epoch=trainer.epoch, step=trainer.saving, error="disk"))
         assert part.goal == 0
+        assert world.core.state.counters.scheduling.moved_ranks == 0
         assert "stays with the former division: the checkpoint failed" in {
             one.message for one in of(world.commands[-1], c.Warn)
         }
@@ -173,6 +174,36 @@ def test_engines_keep_their_places_if_no_other_is_left(seed: int, draining: int)
         while world.finish is None:
             world.step()
     assert world.finish.error == ""
+
+
+def test_a_trainer_that_waits_for_a_long_turn_is_not_taken_for_stuck() -> None:
+    limits = {"train_s": 500.0, "turn_s": 1e6}
+    world = World(elastic("bounded", steps=8, watchdog=limits), 3)
+    with core.asking(3):
+        part, trainer = until_moving(world), world.core.state.trainer
+        assert trainer.saving is not None
+        assert part.engines
+        world.feed(e.CheckpointSaved(epoch=trainer.epoch, step=trainer.saving))
+        assert trainer.status is TrainerStatus.SAVING
+        now, _ = world.journal[-1]
+        commands = world.core.handle(now + 501.0, e.TimerFired())
+    world.core.check()
+    assert not of(commands, c.RestartTrainer)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_rank_takes_the_place_of_an_engine_that_joined(seed: int) -> None:
+    world, most = World(elastic("bounded", steps=8), seed), 0
+    with core.asking(seed):
+        world.start()
+        joined = next_id(world.core.state)
+        world.feed(e.EngineRegistered(engine=e.EngineSlot(id=joined, degree=1)))
+        while world.finish is None:
+            world.step()
+            assert world.core.state.engines[joined].joined
+            most = max(most, divided(world)[0])
+    assert world.finish.error == ""
+    assert most > 1
 
 
 def test_a_world_begins_with_the_division_of_the_run() -> None:

@@ -18,8 +18,9 @@ engine is left, is given up, and its engines stay or start again. A world begins
 many ranks as the run had, and with engines in all other places.
 
 Invariants: engines and ranks together never have more places than the run began with,
-apart from engines that joined; the number of ranks stays within its bounds; a move
-neither loses nor repeats a step, unless the trainer is lost meanwhile.
+apart from engines that joined, whose places no rank takes; the number of ranks stays
+within its bounds; a move neither loses nor repeats a step, unless the trainer is lost
+meanwhile.
 """
 
 from collections.abc import Iterator, Mapping
@@ -127,6 +128,7 @@ def _plan(run: Run, before: Past, after: Past) -> None:
         return
     times, load = measured
     ranks, trainer = len(run.state.hosts.ranks), run.config.trainer
+    own = sum(not engine.joined for engine in present)
     former, former_s = part.trained
     part.trained = ranks, max(1e-9, times.training_s)
     if former != ranks:
@@ -137,7 +139,7 @@ def _plan(run: Run, before: Past, after: Past) -> None:
         load,
         ranks=ranks,
         engines=len(present),
-        bounds=(trainer.first_ranks, trainer.most_ranks),
+        bounds=(trainer.first_ranks, min(trainer.most_ranks, ranks + own)),
         speeds=part.speeds,
     )
     way = (asked.ranks > ranks) - (asked.ranks < ranks)
@@ -195,7 +197,8 @@ def _times(
 
 def _begin(run: Run, goal: int, why: str) -> None:
     """Let the engines drain whose places further ranks are to have: those with the
-    fewest turns and, among equals, the newest. Ranks share no device.
+    fewest turns and, among equals, the newest. Ranks share no device, and take no place
+    of an engine that joined.
     """
     part, state = run.part(Dividing), run.state
     ranks = state.hosts.ranks
@@ -204,7 +207,9 @@ def _begin(run: Run, goal: int, why: str) -> None:
         state.engines.values(), key=lambda one: (len(one.active), -members.number_of(one.id))
     )
     free = [
-        one for one in present if not taken & {(one.seat.host, gpu) for gpu in one.seat.devices}
+        one
+        for one in present
+        if not (one.joined or taken & {(one.seat.host, gpu) for gpu in one.seat.devices})
     ]
     leaving = free[: min(goal - len(ranks), len(present) - 1)] if goal > len(ranks) else []
     goal = min(goal, len(ranks) + len(leaving))
@@ -214,7 +219,6 @@ def _begin(run: Run, goal: int, why: str) -> None:
     part.patience.moved(1 if goal > len(ranks) else -1)
     part.engines = {engine.id: run.now for engine in leaving}
     part.places = [RankSlot(host=one.seat.host, devices=one.seat.devices) for one in leaving]
-    state.counters.scheduling.moved_ranks += abs(goal - len(ranks))
     places = len(ranks) + len(present)
     former, after = _shown(len(ranks), places), _shown(goal, places)
     run.emit(Warn(component="trainer", message=f"moves from {former} to {after}: {why}"))
@@ -251,9 +255,11 @@ def starting(run: Run, _reason: str) -> None:
     if not part.goal:
         part.since = run.now
     elif not part.engines:
+        former = len(ranks)
         ranks += part.places
         del ranks[part.goal :]
         part.places = []
+        run.state.counters.scheduling.moved_ranks += abs(len(ranks) - former)
 
 
 def _arrive(run: Run) -> None:

@@ -180,7 +180,9 @@ def _check_weights(run: Run) -> None:
 
 def _check_saving(run: Run) -> None:
     trainer = run.state.trainer
-    assert trainer.status is not TrainerStatus.SAVING or trainer.saving is not None, trainer
+    drains = any(engine.draining for engine in run.state.engines.values())
+    saves = trainer.saving is not None or drains  # whose places are for further ranks
+    assert trainer.status is not TrainerStatus.SAVING or saves, trainer
     assert not trainer.save_pending or trainer.status is TrainerStatus.SAVING, trainer
     assert trainer.saving is None or trainer.saving <= run.state.checkpoints.newest_requested, (
         trainer

@@ -99,7 +99,7 @@ class RunConfig(Sections):
         elif trainer.elastic and len(self.engines) > 1:
             yield "ranks", "be a number unless one group has all engines", trainer.ranks
         elif trainer.elastic and most >= first + engines:
-            rule = f"be at most {first + engines - 1}, so that one of {engines} engines remains"
+            rule = f"be at most {first + engines - 1}, so that an engine remains of {engines}"
             yield "ranks.maximum", rule, most
 
     def _of_rewards(self) -> Iterator[FieldError]:
