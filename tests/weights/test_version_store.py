@@ -183,8 +183,11 @@ def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
             with pytest.raises(FetchError):
                 writer.apply_delta(chunk.start, chunk.stop, memoryview(damaged), lengths, against)
             assert writer.contiguous == 0
-        with pytest.raises(FetchError, match="whole blocks"):
-            writer.apply_delta(chunk.start, chunk.stop - 4, memoryview(body), sizes, base)
+        start, stop, end = chunk.start, chunk.stop, new.manifest.nbytes
+        for low, high in ((start, stop - 4), (start + 4, stop), (start + 4, end), (stop, start)):
+            with pytest.raises(FetchError, match="whole blocks") as error:
+                writer.apply_delta(low, high, memoryview(body), sizes, base)
+            assert reason_of(error) == "broken"
         writer.apply_delta(chunk.start, chunk.stop, memoryview(body), sizes, base)
         assert writer.contiguous == chunk.stop
         writer.close()
