@@ -319,21 +319,3 @@ async def test_a_listener_closed_at_once_leaves_no_socket() -> None:
         for sock in connecting:
             sock.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-async def test_a_connection_ends_when_its_service_does() -> None:
-    """The client learns it at once, and not after the time without a word."""
-    served: list[tcp.Channel] = []
-
-    async def serve(channel: tcp.Channel) -> None:
-        served.append(channel)
-
-    listener = await tcp.Tcp(idle_timeout_s=600.0).listen("127.0.0.1", serve)
-    try:
-        channel = await tcp.Tcp(idle_timeout_s=600.0).connect(listener.address)
-        with pytest.raises(FetchError, match="clos"):
-            async with asyncio.timeout(5):
-                await channel.receive()
-        channel.close()
-    finally:
-        await listener.close()
