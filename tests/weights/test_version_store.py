@@ -191,6 +191,17 @@ def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
         writer.apply_delta(chunk.start, chunk.stop, memoryview(body), sizes, base)
         assert writer.contiguous == chunk.stop
         writer.close()
+        (everything,) = version_store.chunks_of(new.manifest, new.manifest.nbytes)
+        assert len(everything.spans) > 2
+        blocks = version_store.encode_spans(
+            everything.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
+        )
+        writer = store.create(new.manifest)
+        lengths = [len(block) for block in blocks]
+        writer.apply_delta(0, new.manifest.nbytes, memoryview(b"".join(blocks)), lengths, base)
+        stored = writer.finish()
+        assert read(stored) == new.payload
+        stored.close()
         store.close()
         other.close()
 
