@@ -26,7 +26,14 @@ from rollweave.schema.work import (
     Trajectory,
     TurnSpan,
 )
-from rollweave.train.critic import Critic, Estimate, estimate, load_value_model, standardized
+from rollweave.train.critic import (
+    Critic,
+    Estimate,
+    _explained,
+    estimate,
+    load_value_model,
+    standardized,
+)
 from rollweave.train.distributed import ALONE
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
@@ -144,6 +151,26 @@ def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantag
     assert losses[-1] < losses[0] / 2
     assert values["critic_grad_norm"] > 0
     assert values["updates"] == 2
+
+
+@pytest.mark.parametrize(
+    ("returns", "valued", "explained"),
+    [
+        ([[]], [[]], 0.0),
+        ([[1.0, 2.0], [9.0]], [[False, False], [False]], 0.0),
+        ([[3.0, 3.0], [3.0, 7.0]], [[True, True], [True, False]], 0.0),
+        ([[0.0, 4.0], [8.0, 5.0]], [[True, True], [True, False]], 0.75),
+    ],
+)
+def test_values_explain_a_share_of_the_variance(
+    returns: list[list[float]], valued: list[list[bool]], explained: float
+) -> None:
+    """Values half as large as the returns, and 10 more, leave a quarter of it."""
+    pairs = []
+    for row, where in zip(map(torch.tensor, returns), valued, strict=True):
+        mask = torch.tensor(where, dtype=torch.bool)
+        pairs.append((row / 2 + 10, Estimate(row, row, mask, mask)))
+    assert _explained(pairs) == pytest.approx(explained)
 
 
 def test_a_minibatch_is_half_the_mean_squared_error(model_dir: Path, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 one rank would have made.
 """
 
+import itertools
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given
 
 from rollweave.schema.weights import TensorMeta
 from rollweave.train.distributed import rows_of
-from rollweave.train.publishing import slice_of
+from rollweave.train.publishing import WeightPublisher, slice_of
 from rollweave.weights.views import StoredTensors
 from tests.support.trainers import make_model
 from tests.train.ranks import start_ranks
@@ -58,6 +61,33 @@ def test_a_rank_alone_has_a_scalar() -> None:
     meta = TensorMeta(name="any", dtype="float32", shape=(), offset=64, nbytes=4)
     view = StoredTensors.identical({"any": ()}).views["any"]
     assert slice_of(meta, view.part((), slice(0, 1))) == (64, 68)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("reaches", [*itertools.product([True, False], repeat=3)], ids=str)
+def test_a_rank_writes_into_the_first_memory_that_it_reaches(
+    reaches: tuple[bool, ...], is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first of three ranks says so if they have more than one memory."""
+    one, two, three = [True, True, True], [reaches[0], True, True], [*reaches[1:], True]
+    opened: list[bool] = []
+
+    def all_gather(value: Any) -> list[Any]:
+        if isinstance(value, list):
+            opened[:] = value
+            return [one, two, three]
+        return [value] * 3
+
+    ranks: Any = SimpleNamespace(is_first=is_first, all_gather=all_gather)
+    publisher: Any = SimpleNamespace(_ranks=ranks)
+    owners = WeightPublisher._find_owners(publisher)
+    assert opened == [True, True, True]
+    second = 0 if reaches[0] else 1
+    third = 0 if reaches[1] else 1 if second == 1 and reaches[2] else 2
+    assert owners == [0, second, third]
+    said = [line for line in caplog.messages if "do not share memory" in line]
+    assert len(said) == (is_first and owners != [0, 0, 0])
+    assert all(str(sorted(set(owners))) in line for line in said)
 
 
 def can_hide() -> bool:

@@ -103,3 +103,15 @@ def test_a_state_enters_its_device() -> None:
     state.enter(reference)
     steps = [each["step"] for each in state.optimizer.state.values()]
     assert all(tensor.is_meta for tensor in [*reference, *model.parameters(), *steps])
+
+
+def test_a_state_leaves_without_gradients() -> None:
+    model, _ = model_and_optimizer()
+    state = TrainedState(model, TrainerConfig(), ALONE, torch.device("cpu"), on_device=True)
+    for tensor in model.parameters():
+        tensor.grad = torch.ones_like(tensor)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state.leave(None)
+    assert all(tensor.grad is None for tensor in model.parameters())
+    state.enter(None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

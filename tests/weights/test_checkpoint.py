@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.weights import checkpoint
@@ -64,6 +66,25 @@ def test_a_shape_follows_from_the_settings(tmp_path: Path, row: dict[str, Any]) 
         assert shape.tensors() == tensors
         assert shape.parameters() == sum(map(math.prod, tensors.values()))
         assert shape.kv_bytes(2) == 2 * (2 * 2 * 8) * 2
+
+
+@pytest.mark.parametrize(("factor", "low", "high", "trained"), [(8, 2, 4, 512), (2, 0.5, 8, 64)])
+def test_llama3_frequencies_are_those_of_transformers(
+    tmp_path: Path, factor: float, low: float, high: float, trained: int
+) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": trained,
+    }
+    write(tmp_path, head_dim=64, rope_parameters=rope)
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=rope)
+    expected, scale = ROPE_INIT_FUNCTIONS["llama3"](config)
+    assert scale == 1.0
+    assert checkpoint.read_shape(tmp_path).inv_freq == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("error", TABLE["errors"])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import math
 import mmap
 import os
 import random
@@ -25,7 +26,7 @@ import xxhash
 from hypothesis import given, settings
 
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import WeightManifest, WeightPart
+from rollweave.schema.weights import TensorMeta, WeightManifest, WeightPart
 from rollweave.weights import memory
 from rollweave.weights.memory import seal
 from rollweave.weights.publication import (
@@ -34,6 +35,7 @@ from rollweave.weights.publication import (
     PayloadWriter,
     Publisher,
     bytes_of,
+    check_layout,
     lay_out,
     publish,
     publish_each,
@@ -369,3 +371,42 @@ async def test_cancelled_work_in_a_thread_ends_first_and_is_undone(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert undone == [1.0] * (undoes and not fails)
+
+
+SIZES = {"uint8": 1, "float16": 2, "float32": 4}
+
+
+@settings(max_examples=examples(300))
+@given(
+    nbytes=st.integers(0, 16),
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.sampled_from([*SIZES, "load"]),
+            st.lists(st.integers(-1, 3), max_size=2).map(tuple),
+            st.integers(-2, 17),
+            st.sampled_from([0, 0, 0, 1, -2]),
+        ),
+        max_size=3,
+    ),
+)
+def test_a_layout_is_accepted_only_if_each_tensor_has_bytes_of_its_own(
+    nbytes: int, rows: list[tuple[str, str, tuple[int, ...], int, int]]
+) -> None:
+    tensors, valid, taken = [], True, set[int]()
+    for name, dtype, shape, offset, error in rows:
+        itemsize, own = SIZES.get(dtype, 1), math.prod(shape) * SIZES.get(dtype, 1)
+        places = set(range(offset, offset + own))
+        valid &= dtype in SIZES and min(shape, default=0) >= 0 and not error
+        valid &= offset >= 0 and offset % itemsize == 0 and offset + own <= nbytes
+        valid &= not places & taken
+        taken |= places
+        tensors.append(
+            TensorMeta(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=own + error)
+        )
+    valid &= len({row[0] for row in rows}) == len(rows)
+    manifest = WeightManifest(
+        version=5, publication_id=1, location="", tensors=tuple(tensors), nbytes=nbytes, digest=""
+    )
+    with contextlib.nullcontext() if valid else pytest.raises(WeightsError, match="tensor"):
+        check_layout(manifest)

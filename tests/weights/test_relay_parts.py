@@ -1,5 +1,6 @@
 """Relays put a version together whose parts are published on several hosts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 
 from rollweave.schema import weights
 from rollweave.schema.errors import WeightsError
+from rollweave.weights import arrivals
 from rollweave.weights.publication import read_tensors
-from rollweave.weights.tcp import Tcp
+from rollweave.weights.tcp import StallDetector, Tcp
 from rollweave.weights.transport import KeepAlive, RawRanges, Refused, Request
 from tests.support.weight_host import KIB, Host, hosts, parts_of, versions
 
@@ -78,6 +80,36 @@ async def test_a_part_that_is_gone_is_not_served(capfd: pytest.CaptureFixture[st
             assert "the publisher is gone" in capfd.readouterr().err
             host.relay.serve_part(weights.ServePart(manifest=parts.manifest, part=1))
             assert len(host.relay._parts) == 1
+
+
+async def test_no_stall_is_reported_of_a_fetch_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither of a version in parts nor of a whole one, if it arrived or failed."""
+    watched: list[StallDetector] = []
+
+    def watch(stalled: Callable[[], None]) -> StallDetector:
+        watched.append(StallDetector(stalled))
+        return watched[-1]
+
+    monkeypatch.setattr(arrivals, "StallDetector", watch)
+    nobody = weights.RelayAddress(host="127.0.0.1", port=1, secret=b"")
+    with versions(2) as (plain, whole), parts_of(whole, 2) as parts:
+        async with hosts(3) as (first, second, third):
+            second.relay.serve_part(weights.ServePart(manifest=parts.manifest, part=1))
+            assert isinstance(await second.fetch(plain.manifest), weights.VersionFetched)
+            for source in (nobody, second.address):
+                assigned = tuple(
+                    weights.PartSource(part=part, source=source if part else None)
+                    for part in range(2)
+                )
+                start(first, parts.manifest, assigned)
+                third.start_fetch(plain.manifest, source)
+                expected = weights.VersionFailed if source is nobody else weights.VersionFetched
+                assert isinstance(await first.answer(), expected)
+                assert isinstance(await third.answer(), expected)
+    assert len(watched) == 4
+    assert all(detector._timer.cancelled() for detector in watched)
 
 
 async def test_a_request_that_cannot_be_answered_is_refused(

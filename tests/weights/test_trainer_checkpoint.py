@@ -83,6 +83,11 @@ def test_stored_tensors_constants_and_what_is_wrong(tmp_path: Path) -> None:
             with pytest.raises(WeightsError, match=f"is damaged: {name} does not match its digest"):
                 read(tmp_path)
         (tmp_path / name).write_bytes(content)
+    digests = json.loads((tmp_path / "digests.json").read_text())
+    digests[NAMES[0]][0] += 1
+    (tmp_path / "digests.json").write_text(json.dumps(digests))
+    with pytest.raises(WeightsError, match=f"is damaged: {NAMES[0]} does not match"):
+        read(tmp_path)
     for text, error in (("{}", "'state.json'"), (None, "'model.safetensors'|No such file")):
         (tmp_path / "digests.json").write_text(text) if text else (
             tmp_path / "digests.json"

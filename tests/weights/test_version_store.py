@@ -183,11 +183,25 @@ def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
             with pytest.raises(FetchError):
                 writer.apply_delta(chunk.start, chunk.stop, memoryview(damaged), lengths, against)
             assert writer.contiguous == 0
-        with pytest.raises(FetchError, match="whole blocks"):
-            writer.apply_delta(chunk.start, chunk.stop - 4, memoryview(body), sizes, base)
+        start, stop, end = chunk.start, chunk.stop, new.manifest.nbytes
+        for low, high in ((start, stop - 4), (start + 4, stop), (start + 4, end), (stop, start)):
+            with pytest.raises(FetchError, match="whole blocks") as error:
+                writer.apply_delta(low, high, memoryview(body), sizes, base)
+            assert reason_of(error) == "broken"
         writer.apply_delta(chunk.start, chunk.stop, memoryview(body), sizes, base)
         assert writer.contiguous == chunk.stop
         writer.close()
+        (everything,) = version_store.chunks_of(new.manifest, new.manifest.nbytes)
+        assert len(everything.spans) > 2
+        blocks = version_store.encode_spans(
+            everything.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
+        )
+        writer = store.create(new.manifest)
+        lengths = [len(block) for block in blocks]
+        writer.apply_delta(0, new.manifest.nbytes, memoryview(b"".join(blocks)), lengths, base)
+        stored = writer.finish()
+        assert read(stored) == new.payload
+        stored.close()
         store.close()
         other.close()
 
