@@ -137,6 +137,7 @@ class World:
         self.numbers = 0  # of the trainer's weights: each (mini-)batch changes them
         self.batches = 0
         self.published: dict[int, int] = {}  # publication id → numbers
+        self.published_weights: dict[int, int] = {}  # publication id → of the tree of all weights
         self.version_of: dict[int, int] = {}  # publication id → version
         self.newest = -1  # weights that were published last
         # engine → publication ids that it had, has, and was to load since
@@ -451,7 +452,17 @@ class World:
 
     def launched(self, command: c.StartInit) -> None:
         self.initiated[command.trajectory_id] = command.initiated_version
-        self.sampled_by[command.trajectory_id] = self.weights.of(command.initiated_version)
+        self.sampled_by[command.trajectory_id] = self.weights_of(command)
+
+    def weights_of(self, command: c.StartInit) -> int:
+        """The weights of the engine to which a new attempt is bound, in mode decoupled;
+        its number alone may be that of discarded weights and of new ones.
+        """
+        versions = self.core.state.mechanisms.get("versions")
+        bound = None if versions is None else versions.trajectories.get(command.trajectory_id)
+        if bound is None or command.continues is not None:
+            return self.weights.of(command.initiated_version)
+        return self.published_weights[bound]
 
     def fails(self) -> bool:
         return self.random.random() < self.failure
@@ -892,6 +903,7 @@ class World:
                 if command.from_checkpoint is not None:
                     self.numbers = self.checkpoints[command.from_checkpoint]
                 self.published[command.publication_id] = self.numbers
+                self.published_weights[command.publication_id] = self.weights.of(command.version)
                 self.records.publish(command, self.numbers)
                 self.later(
                     e.WeightsPublished(

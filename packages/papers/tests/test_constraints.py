@@ -222,6 +222,10 @@ def invoke(*arguments: str) -> tuple[int, str, list[str]]:
             "of must be at least 1, the trajectories of a batch,",
         ),
         (f"{TURNS}of = 4\nat_least = 1", "of must be left out with turns.mean"),
+        (f'{TURNS}gpu = "h20"\nat_least = 1', "gpu must be left out with turns.mean, got 'h20'"),
+        (f"{TURNS}tp = 0\nat_least = 1", "tp must be left out with turns.mean, got 0"),
+        (f"{TURNS}batch = 64\nat_least = 1", "batch must be left out with turns.mean, got 64"),
+        ("", "must have at least one of [[constraints]], got none"),
         (
             f'{HEAD}families = ["swe"]\nquantity = "turn_decode_s.mean"\nat_least = 1',
             "model must name a model",

@@ -153,7 +153,7 @@ class StatedFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     and that our families assume.
     """
 
-    constraints: tuple[Constraint, ...]
+    constraints: tuple[Constraint, ...] = ()
     free: Mapping[str, tuple[str, ...]] = {}
 
 
@@ -222,6 +222,15 @@ def _check(where: str, one: Constraint) -> None:
     if quantity.speed != bool(one.model):
         rule = "name a model" if quantity.speed else "be left out"
         raise ConfigError(f"{where}: model must {rule} with {one.quantity}, got {one.model!r}")
+    for field, value, default in (
+        ("gpu", one.gpu, "h800"),
+        ("tp", one.tp, 1),
+        ("batch", one.batch, 1),
+    ):
+        if not quantity.speed and value != default:
+            raise ConfigError(
+                f"{where}: {field} must be left out with {one.quantity}, got {value!r}"
+            )
     if quantity.speed:
         if one.batch < 1:
             raise ConfigError(f"{where}: batch must be at least 1, got {one.batch}")
