@@ -222,14 +222,11 @@ def _check(where: str, one: Constraint) -> None:
     if quantity.speed != bool(one.model):
         rule = "name a model" if quantity.speed else "be left out"
         raise ConfigError(f"{where}: model must {rule} with {one.quantity}, got {one.model!r}")
-    for field, value, default in (
-        ("gpu", one.gpu, "h800"),
-        ("tp", one.tp, 1),
-        ("batch", one.batch, 1),
-    ):
-        if not quantity.speed and value != default:
+    of_speeds = {"gpu": (one.gpu, "h800"), "tp": (one.tp, 1), "batch": (one.batch, 1)}
+    for field, (given, default) in of_speeds.items():
+        if not quantity.speed and given != default:
             raise ConfigError(
-                f"{where}: {field} must be left out with {one.quantity}, got {value!r}"
+                f"{where}: {field} must be left out with {one.quantity}, got {given!r}"
             )
     if quantity.speed:
         if one.batch < 1:
