@@ -222,12 +222,6 @@ def _check(where: str, one: Constraint) -> None:
     if quantity.speed != bool(one.model):
         rule = "name a model" if quantity.speed else "be left out"
         raise ConfigError(f"{where}: model must {rule} with {one.quantity}, got {one.model!r}")
-    of_speeds = {"gpu": (one.gpu, "h800"), "tp": (one.tp, 1), "batch": (one.batch, 1)}
-    for field, (given, default) in of_speeds.items():
-        if not quantity.speed and given != default:
-            raise ConfigError(
-                f"{where}: {field} must be left out with {one.quantity}, got {given!r}"
-            )
     if quantity.speed:
         if one.batch < 1:
             raise ConfigError(f"{where}: batch must be at least 1, got {one.batch}")
@@ -235,6 +229,13 @@ def _check(where: str, one: Constraint) -> None:
             step_s(one.model, one.gpu, tp=one.tp, batch=one.batch)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+    else:
+        for of_speed in msgspec.structs.fields(Constraint):
+            given = getattr(one, of_speed.name)
+            if of_speed.name in ("gpu", "tp", "batch") and given != of_speed.default:
+                raise ConfigError(
+                    f"{where}: {of_speed.name} must be left out with {one.quantity}, got {given!r}"
+                )
 
 
 def _known(where: str, what: str, name: str, names: Iterable[str]) -> None:
