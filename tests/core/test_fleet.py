@@ -56,7 +56,7 @@ def test_what_is_counted() -> None:
     assert (fleet.slots, fleet.active, fleet.free, fleet.busy) == (4, 3, 2, 1)
     assert (fleet.draining, fleet.starting, fleet.updating) == (1, 1, 2)
     assert fleet.departing == (B, G)
-    assert fleet.version == 2, "a draining engine launches nothing more"
+    assert fleet.oldest == (2, 4), "a draining engine launches nothing more"
     assert fleet.publication_ids == {5, 6}
     assert fleet.expected_publication_ids == {-1, 5, 6}
 
@@ -97,5 +97,5 @@ def test_changes_of_turns_are_counted_as_they_come() -> None:
 def test_no_engine_has_weights_at_first() -> None:
     state = State()
     state.engines[A] = Engine(id=A, status=EngineStatus.STARTING)
-    assert Fleet.of(state).version is None
+    assert Fleet.of(state).oldest is None
     assert Fleet.of(State()).loads == {}

@@ -176,12 +176,12 @@ def test_a_second_worker_may_be_lost_before_a_recorded_turn_is_repeated() -> Non
     (one,) = members(run)
     one.past.kept = Kept(attempt=0, initiated=3, version=None)
     run.state.trainer.step = run.state.publication.version = 3
-    continuation.take(run, one, 3)
+    continuation.take(run, one, 3, 0)
     one.attempt, one.initiated = 1, 3
     continuation.keep_if_recorded(run, one)
     assert one.past.kept == Kept(attempt=1, initiated=3, version=None)
     one.past.kept = None
-    continuation.take(run, one, 3)
+    continuation.take(run, one, 3, 0)
     continuation.keep_if_recorded(run, one)
     assert one.past.kept is None, "this attempt has started over"
 
@@ -235,8 +235,22 @@ def test_an_attempt_keeps_no_versions_that_its_trainer_lost_before() -> None:
     assert second.past.kept is None
     first.stage = Stage.QUEUED
     run.state.trainer.step = 4
-    continuation.take(run, first, 3)
+    continuation.take(run, first, 3, 0)
     assert first.past.restored_to is None, "the next attempt is of this lineage alone"
+
+
+def test_an_attempt_may_begin_with_discarded_weights_while_the_trainer_goes_on() -> None:
+    """They part from the trainer's way at step 2, whatever its step is now."""
+    run = with_checkpoint(Stage.QUEUED, Stage.QUEUED)
+    discarded, of_the_trainer = members(run)
+    run.state.publication.next_id = 7
+    continuation.restored(run, 2)
+    run.state.trainer.step = run.state.publication.version = 3
+    discarded.past.kept = Kept(attempt=0, initiated=2, version=2)
+    for one, version, publication_id in ((discarded, 5, 6), (of_the_trainer, 3, 8)):
+        one.initiated, continued = continuation.take(run, one, version, publication_id)
+        assert continued is None, "tokens are not continued by discarded weights"
+    assert (discarded.origin, of_the_trainer.origin) == (-1, 3)
 
 
 @pytest.mark.parametrize(("initiated", "continues"), [(3, True), (2, True), (1, False), (4, False)])
@@ -248,7 +262,7 @@ def test_the_next_attempt_counts_its_staleness_from_the_first_launch(
     run.state.trainer.step = run.state.publication.version = 3
     one.past.kept = Kept(attempt=0, initiated=initiated, version=3)
     expected = (initiated, c.Continuation(attempt=0, version=3)) if continues else (3, None)
-    assert continuation.take(run, one, 3) == expected
+    assert continuation.take(run, one, 3, 0) == expected
     assert one.past.kept is None
     assert run.state.counters.continued == continues
 

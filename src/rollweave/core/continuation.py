@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from rollweave.core.policy.modes import Mode, acceptable
+from rollweave.core.policy.modes import Mode, acceptable, parted
 from rollweave.core.run import Run
 from rollweave.core.state import Kept, State, Trajectory
 from rollweave.schema.base import TrajectoryId
@@ -120,6 +120,7 @@ def restored(run: Run, step: int) -> None:
     """The trainer is back at `step`: later versions are lost, and their numbers will
     mean other weights.
     """
+    run.state.publication.restores[run.state.publication.next_id] = step
     for trajectory in run.state.trajectories.values():
         past, before = trajectory.past, trajectory.past.restored_to
         past.restored_to = step if before is None else min(before, step)
@@ -127,17 +128,19 @@ def restored(run: Run, step: int) -> None:
             past.kept = replace(kept, version=step) if kept.initiated <= step else None
 
 
-def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuation | None]:
-    """Return `launch` and None; or, if the attempt continues one that is kept, the
-    version at which that one was launched, and the continuation. The attempt's
-    staleness is counted from the version.
+def take(
+    run: Run, trajectory: Trajectory, launch: int, publication_id: int
+) -> tuple[int, Continuation | None]:
+    """Return `launch`, the version of these weights, and None; or, if the attempt
+    continues one that is kept, the version at which that one was launched, and the
+    continuation. The attempt's staleness is counted from the version.
     """
-    past, step = trajectory.past, run.state.trainer.step
+    past = trajectory.past
     kept, past.kept, past.continues = past.kept, None, False
-    past.restored_to = step if launch > step else None  # an engine still has discarded weights
+    past.restored_to = parted(run.state.publication.restores, launch, publication_id)
     if kept is None or not may_continue(
         kept.initiated,
-        launch=launch,
+        launch=launch if past.restored_to is None else -1,  # none continues with discarded weights
         next_version=run.next_version(),
         mode=run.mode,
         purpose=run.state.groups[trajectory.group_id].purpose,

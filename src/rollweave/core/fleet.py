@@ -45,8 +45,9 @@ class Fleet:
     starting: int = 0
     updating: int = 0  # engines that are stale, suspending or loading
     released: int = 0  # engines that have given their memory back for the trainer
-    # the oldest of any engine that samples; None if none has weights
-    version: int | None = None
+    # version and publication id of the oldest weights of any engine that samples; None
+    # if none has weights
+    oldest: tuple[int, int] | None = None
     # weights of the engines that could load others now: stale and serving ones
     publication_ids: frozenset[int] = frozenset()
     # weights that an engine that samples has or is loading
@@ -64,8 +65,8 @@ class Fleet:
         """
         fleet, known = cls(), {} if before is None else before._turns
         live, ids, expected, departing, prefill = set(), set(), set(), [], []
-        own: list[int] = []  # versions
-        borrowed: list[int] = []
+        own: list[tuple[int, int]] = []
+        borrowed: list[tuple[int, int]] = []
         required = min(
             (
                 engine.version
@@ -103,9 +104,10 @@ class Fleet:
                 expected.add(engine.loading.id if loading else engine.publication_id)
                 if engine.version >= 0:
                     live.add(engine.seat.pool)
-                    (borrowed if engine.lender else own).append(engine.version)
+                    weights = (engine.version, engine.publication_id)
+                    (borrowed if engine.lender else own).append(weights)
         # borrowed engines may lag behind, and are not waited for while there are others
-        fleet.version = min(own or borrowed, default=None)
+        fleet.oldest = min(own or borrowed, default=None)
         fleet.live_pools = frozenset(live - {""})
         fleet.departing, fleet.prefill = tuple(departing), tuple(prefill)
         fleet.hosts = frozenset(engine.seat.host for engine in state.engines.values())

@@ -9,7 +9,7 @@ never which mode it is.
 from collections.abc import Iterator
 
 from rollweave.core import evaluation, weights
-from rollweave.core.policy.modes import acceptable, origin, update_now
+from rollweave.core.policy.modes import acceptable, update_now
 from rollweave.core.policy.redundancy import capacity
 from rollweave.core.run import Pacing, Run
 from rollweave.core.state import Engine, EngineStatus, Trajectory
@@ -20,18 +20,16 @@ from rollweave.schema.work import Purpose
 class SharedPacing(Pacing):
     """All engines load the same version, when the mode allows it."""
 
-    def admits(self, run: Run, version: int) -> bool:
-        since = origin(version, run.state.trainer.step)
-        return acceptable(since, run.next_version(), run.mode.window)
+    def admits(self, run: Run) -> bool:
+        return acceptable(run.serving_origin(), run.next_version(), run.mode.window)
 
     def room(self, run: Run) -> int:
         """Return as many groups as the mode's window and the spare groups allow."""
-        state, rollout, version = run.state, run.config.rollout, run.serving_version()
+        state, rollout = run.state, run.config.rollout
         assert run.mode.window is not None, "only mode decoupled has no window"
-        assert version is not None, "a mode that admits training has weights"
         room = capacity(
             window=run.mode.window,
-            serving_version=origin(version, state.trainer.step),
+            serving_version=run.serving_origin(),
             next_version=run.next_version(),
             open_version=run.open_version(),
             groups_per_step=rollout.groups_per_step,
@@ -44,8 +42,8 @@ class SharedPacing(Pacing):
             room -= run.taken_groups()
         return room - len(state.drawing.active) - len(state.buffer)
 
-    def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
-        return run.serving_version()
+    def launch(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> tuple[int, int] | None:
+        return run.fleet.oldest
 
     def wanted_weights(self, run: Run, engine: Engine) -> int | None:
         return weights.newest(run, engine)
@@ -76,7 +74,7 @@ class SharedPacing(Pacing):
         )
         for engine in outdated:
             newest = weights.newest(run, engine)
-            lags = run.fleet.version is not None and engine.version < run.fleet.version
+            lags = run.fleet.oldest is not None and engine.version < run.fleet.oldest[0]
             takes_none = lags or engine.status is EngineStatus.STALE
             if may_update or (takes_none and not self.holds_back(run, newest)):
                 yield engine, newest

@@ -14,7 +14,7 @@ import msgspec
 
 from rollweave.core.fleet import Fleet
 from rollweave.core.policy.experience import Rule
-from rollweave.core.policy.modes import Mode, preset
+from rollweave.core.policy.modes import Mode, origin, parted, preset
 from rollweave.core.policy.redundancy import trained_at
 from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.policy.scheduling import Scheduling, has_learned_pools, scheduling
@@ -80,17 +80,17 @@ class Pacing(Protocol):
     check_s: float = math.inf
     """Maximum seconds between two checks of the deadlines."""
 
-    def admits(self, run: "Run", version: int) -> bool:
-        """True if a later step could train on a trajectory launched at `version`
-        now.
-        """
+    def admits(self, run: "Run") -> bool:
+        """True if a later step could train on a trajectory that is launched now."""
 
     def room(self, run: "Run") -> int:
         """The number of training groups to draw now; none if negative."""
 
-    def launch_version(self, run: "Run", trajectory: Trajectory, purpose: Purpose) -> int | None:
-        """Return the version under which the trajectory is launched, to which it is
-        bound if trajectories are; None if no engine takes it.
+    def launch(
+        self, run: "Run", trajectory: Trajectory, purpose: Purpose
+    ) -> tuple[int, int] | None:
+        """Return version and publication id of the weights under which the trajectory
+        is launched, and to which it may be bound; None if no engine takes it.
         """
 
     def takes_episodes(self, run: "Run") -> bool:
@@ -526,22 +526,21 @@ class Run:
     def rebuild_turn_queues(self) -> None:
         self._turn_queues = None
 
-    def serving_version(self) -> int | None:
-        """The oldest version among engines that have weights; None if no engine has
-        any.
-        """
-        return self.fleet.version
+    def serving_origin(self) -> int:
+        """The version from which the staleness of what is launched now counts."""
+        assert self.fleet.oldest is not None, "a mode that admits training has weights"
+        version, publication_id = self.fleet.oldest
+        return origin(version, parted(self.state.publication.restores, version, publication_id))
 
     def admits_training(self) -> bool:
         """True if a later step could train on a trajectory that is launched now, under
         the engines' version.
         """
-        version = self.serving_version()
         return (
             self.training
-            and version is not None
+            and self.fleet.oldest is not None
             and self.next_version() < self.config.run.steps
-            and self.pacing.admits(self, version)
+            and self.pacing.admits(self)
         )
 
     def groups_in_minibatch(self, part: int) -> int:

@@ -92,9 +92,8 @@ class Turn(msgspec.Struct, kw_only=True):
     dispatch: int = 0
     failures: int = 0
     suspicion: Suspicion | None = None  # it may be the reason why an engine was lost
-    output_tokens: int = (
-        0  # tokens sampled, as last reported by its engine: KV beside that of the context
-    )
+    # tokens sampled, as last reported by its engine: KV beside that of the context
+    output_tokens: int = 0
     avoid: list[EngineId] = []
     # weights that sampled the tokens with which it was given back; -1 if it was not
     returned_with: int = -1
@@ -191,9 +190,7 @@ class Group(msgspec.Struct):
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
     decoding: Decoding = Decoding()
     limit_s: float = 0.0  # maximum seconds of the comparison
-    tokens_lost: bool = (
-        False  # tokens of a chosen member are gone: it can never be trained on again
-    )
+    tokens_lost: bool = False  # of a chosen member: it can never be trained on again
     measures: Measures | None = None  # under the newest published weights
 
 
@@ -488,6 +485,8 @@ class Publication(msgspec.Struct):
     retained: dict[int, int] = {}  # weights that may be loaded from memory: id → version
     # weights in a checkpoint: id → its step, which is their version (mode decoupled)
     checkpointed: dict[int, int] = {}
+    # steps to which the trainer was restored, by the id of the next weights
+    restores: dict[int, int] = {}
 
 
 class Checkpoints(msgspec.Struct):

@@ -225,7 +225,7 @@ def finish(run: Run, trajectory: Trajectory) -> None:
 def start_inits(run: Run) -> None:
     """Start as many attempts as may enter INIT. Episodes of evaluations go first."""
     state, pools = run.state, run.state.pools
-    if not pools.queued or run.serving_version() is None:
+    if not pools.queued or run.fleet.oldest is None:
         return
     for _ in range(room_in_init(run.places, attempts.taken(run))):
         first = _first_to_start(run)
@@ -237,10 +237,10 @@ def start_inits(run: Run) -> None:
         worker = run.choose_worker(run)
         if worker is None:
             return
-        version = run.pacing.launch_version(run, trajectory, group.purpose)
-        if version is None:
+        weights = run.pacing.launch(run, trajectory, group.purpose)
+        if weights is None:
             return
-        trajectory.initiated, continued = continuation.take(run, trajectory, version)
+        trajectory.initiated, continued = continuation.take(run, trajectory, *weights)
         trajectory.launched_at, trajectory.past.life = run.now, state.life
         state.counters.attempts += 1
         if trajectory.started:
@@ -285,12 +285,12 @@ def start_runs(run: Run) -> None:
 
 def may_start(run: Run) -> bool:
     """True if a trajectory in the queue could start, given a place."""
-    return run.serving_version() is not None and _first_to_start(run) is not None
+    return run.fleet.oldest is not None and _first_to_start(run) is not None
 
 
 def _count_inherent(run: Run, trajectory: Trajectory) -> None:
     if run.state.groups[trajectory.group_id].purpose is Purpose.TRAIN:
-        age = staleness(trajectory.initiated, run.state.publication.version)
+        age = staleness(trajectory.origin, run.state.publication.version)
         counted = run.state.counters.inherent
         counted[age] = counted.get(age, 0) + 1
 

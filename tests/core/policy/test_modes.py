@@ -9,6 +9,7 @@ from rollweave.core.policy.modes import (
     Update,
     acceptable,
     origin,
+    parted,
     preset,
     staleness,
     update_now,
@@ -47,6 +48,31 @@ def test_staleness_counts_the_way_back_from_discarded_weights(
         step = len(tree.current) - 1
         for weights, version, restored_to in sampled:
             assert step - origin(version, restored_to) == tree.age(weights)
+
+
+@given(trained=st.lists(st.integers(1, 5), min_size=1, max_size=5), data=st.data())
+def test_a_launch_under_discarded_weights_counts_from_where_they_part(
+    trained: list[int], data: st.DataObject
+) -> None:
+    """An engine may keep any published weights, while the trainer goes on and is
+    restored again.
+    """
+    tree, next_id = Lineage(), 1
+    published: list[tuple[int, int, int]] = [(tree.of(0), 0, 0)]  # weights, version, id
+    restores: dict[int, int] = {}
+    for steps in trained:
+        for version in range(len(tree.current), len(tree.current) + steps):
+            tree.trained()
+            published.append((tree.of(version), version, next_id))
+            next_id += 1
+            for weights, launch, publication_id in published:
+                restored_to = parted(restores, launch, publication_id)
+                assert version - origin(launch, restored_to) == tree.age(weights)
+        back = data.draw(st.integers(0, len(tree.current) - 1))
+        tree.restored(back)
+        restores[next_id] = back
+        published.append((tree.of(back), back, next_id))
+        next_id += 1
 
 
 def test_the_presets_are_those_of_the_design() -> None:

@@ -226,8 +226,8 @@ def check(run: Run) -> None:
     assert len(engines) <= _most(run), f"{len(engines)} engines are borrowed"
     for engine in engines:
         load = run.fleet.loads.get(engine.id)
-        newest = run.fleet.version
-        assert load is None or newest is None or engine.version >= newest, (
+        oldest = run.fleet.oldest
+        assert load is None or oldest is None or engine.version >= oldest[0], (
             f"{engine.id} takes turns with stale weights"
         )
 

@@ -19,6 +19,7 @@ and buffer time all count. No trained trajectory ever exceeds the bound.
 """
 
 import enum
+from collections.abc import Mapping
 
 from rollweave.schema.base import Struct
 from rollweave.schema.config.rollout import ModeName
@@ -42,6 +43,18 @@ def origin(version: int, restored_to: int | None) -> int:
     their number are others.
     """
     return version if restored_to is None or version <= restored_to else 2 * restored_to - version
+
+
+def parted(restores: Mapping[int, int], version: int, publication_id: int) -> int | None:
+    """Return the earliest step to which the trainer was restored since weights of this
+    version were published, if that step is earlier than the version: the weights are
+    discarded, and count from there (`origin`). None if they are not discarded.
+
+    `restores` has the step of each restoration, by the publication id of the first
+    weights after it.
+    """
+    steps = (step for first_id, step in restores.items() if publication_id < first_id)
+    return min((step for step in steps if step < version), default=None)
 
 
 def acceptable(initiated: int, trained_at: int, window: int | None) -> bool:

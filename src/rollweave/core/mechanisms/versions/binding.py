@@ -21,7 +21,7 @@ import msgspec
 from rollweave.core import attempts, evaluation, weights
 from rollweave.core.mechanisms.lengths.index import index_of, reindex, work_of
 from rollweave.core.mechanisms.placement.assignment import Placement
-from rollweave.core.policy.modes import acceptable, origin
+from rollweave.core.policy.modes import acceptable, origin, parted
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -176,7 +176,7 @@ def launched_sibling(run: Run, trajectory: Trajectory) -> Trajectory | None:
         (
             sibling
             for sibling in siblings
-            if weights_of(run, sibling) >= 0 and acceptable(sibling.initiated, next_version, window)
+            if weights_of(run, sibling) >= 0 and acceptable(sibling.origin, next_version, window)
         ),
         None,
     )
@@ -209,12 +209,16 @@ def _launching(run: Run) -> list[Engine]:
     """The engines that launch training trajectories now."""
     other, batches = awaited_weights(run), _batch_sizes(run)
     next_version, window = run.next_version(), run.mode.window
-    step, published = run.state.trainer.step, run.state.publication.id
+    restores, published = run.state.publication.restores, run.state.publication.id
     return [
         engine
         for engine in _with_capacity(run)
         if not engine.leaving
-        and acceptable(origin(engine.version, step), next_version, window)
+        and acceptable(
+            origin(engine.version, parted(restores, engine.version, engine.publication_id)),
+            next_version,
+            window,
+        )
         and (
             batch_of(run, engine).launched < batches[engine.id]
             or (

@@ -71,7 +71,7 @@ class IndependentPacing(Pacing):
     evaluates_on_one_engine = True
     check_s = CONSOLIDATION_S
 
-    def admits(self, run: Run, version: int) -> bool:
+    def admits(self, run: Run) -> bool:
         return True
 
     def room(self, run: Run) -> int:
@@ -101,12 +101,12 @@ class IndependentPacing(Pacing):
             last_step=run.config.run.steps,
         )
 
-    def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
+    def launch(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> tuple[int, int] | None:
         sibling = None
         if purpose is Purpose.TRAIN and "mixed_groups" in run.config.ablation.without:
             sibling = binding.launched_sibling(run, trajectory)
             if sibling is not None and binding.launch_beside(run, trajectory, sibling):
-                return sibling.initiated
+                return sibling.initiated, weights_of(run, sibling)
         engine = binding.engine_for(run, purpose)
         if engine is None:
             return None
@@ -118,7 +118,7 @@ class IndependentPacing(Pacing):
                 count="mixed_group",
             )
         binding.launch_on(run, trajectory, engine)
-        return engine.version
+        return engine.version, engine.publication_id
 
     def takes_episodes(self, run: Run) -> bool:
         return binding.engine_for(run, Purpose.EVAL) is not None
