@@ -14,12 +14,12 @@ from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
 from benchmarks.usage import Usage
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.child import log_tail, status_text
-from rollweave.io.interpreters import installed_version
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Purpose
 from rollweave.train.state import BETAS
+from rollweave_servers.interpreters import installed_version
 
 VARIABLE = "ROLLWEAVE_TRL_PYTHON"
 FOLDER = ".venv-trl"

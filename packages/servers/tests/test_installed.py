@@ -111,6 +111,6 @@ def test_other_programs_are_refused(tmp_path: Path, python: str | list[str], rea
 def test_an_interpreter_that_hangs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.io.interpreters.LIMIT_S", 0.1)
+    monkeypatch.setattr("rollweave_servers.interpreters.LIMIT_S", 0.1)
     with pytest.raises(ConfigError, match=r"which did not answer within 0\.1 s"):
         SglangKind().version(script(tmp_path, "exec sleep 100"))

@@ -30,7 +30,6 @@ from rollweave.engine.clients.responses import (
     required,
 )
 from rollweave.engine.clients.streams import Part
-from rollweave.io.interpreters import installed_version
 from rollweave.schema.serving import (
     DialectName,
     EngineSpec,
@@ -41,6 +40,7 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.checkpoint import ModelShape
 from rollweave_servers.attached import About, Rule, at_least, attach
+from rollweave_servers.interpreters import installed_version
 from rollweave_servers.process import (
     HOST,
     PLUGIN,

@@ -36,7 +36,6 @@ from rollweave.engine.clients.responses import (
 )
 from rollweave.engine.clients.streams import Part
 from rollweave.engine.matchers import lark_of
-from rollweave.io.interpreters import installed_version
 from rollweave.io.processes import family
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
@@ -51,6 +50,7 @@ from rollweave.schema.work import Routes
 from rollweave.weights.checkpoint import ModelShape
 from rollweave.weights.transport import group_end
 from rollweave_servers.attached import About, Rule, at_least, attach
+from rollweave_servers.interpreters import installed_version
 from rollweave_servers.process import (
     HOST,
     PLUGIN,
