@@ -462,6 +462,17 @@ def test_reports_all_problems_at_once(tmp_path: Path) -> None:
     assert "tasks.0" in [check.name for check in wrong]
 
 
+def test_a_dry_run_refuses_what_one_process_cannot_run(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    several = ("--set", "engines.count=2", "--set", "trainer.ranks={minimum=1, maximum=2}")
+    result = CliRunner().invoke(app, ["train", str(file), "--dry-run", "--inproc", *several])
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --inproc must be left out with a changing number of ranks, which run processes\n",
+    )
+
+
 def test_an_existing_run_requires_resume_or_fresh(tmp_path: Path) -> None:
     run_config = config(tmp_path)
     (tmp_path / "dry").mkdir()

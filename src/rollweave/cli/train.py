@@ -156,6 +156,8 @@ def train(
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
     dryrun.check_first(config, resume=resume, fresh=fresh)
+    if inproc:
+        launch.check_inproc(config)
     config = with_model(config, weights=not dry_run)
     planned = dryrun.plan(
         config,

@@ -71,9 +71,8 @@ def train(
     check_transport(config)
     check_installed(config)
     check_platform(config)
-    if inproc and (config.cluster is not None or config.trainer.elastic):
-        many = "[cluster], whose hosts" if config.cluster else "a changing number of ranks, which"
-        raise ConfigError(f"--inproc must be left out with {many} run processes")
+    if inproc:
+        check_inproc(config)
     apart = config.workers.maximum > 0
     with contextlib.chdir("."):  # the user's modules may change the directory
         source = TaskSource(config, imported=not apart)
@@ -91,6 +90,13 @@ def train(
             programs=programs or Programs(),
         )
         return run_to_the_end(start.run())
+
+
+def check_inproc(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run needs processes of its own."""
+    if config.cluster is not None or config.trainer.elastic:
+        many = "[cluster], whose hosts" if config.cluster else "a changing number of ranks, which"
+        raise ConfigError(f"--inproc must be left out with {many} run processes")
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -551,4 +551,12 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if _is_list(value):
         return ", ".join(map(_shown, value))
-    return "a section" if isinstance(value, BaseModel | Mapping) else str(value)
+    if isinstance(value, BaseModel) or _has_sections(value):
+        return "a section"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {one}' for key, one in value.items())} }}"
+    return str(value)
+
+
+def _has_sections(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(one, BaseModel) for one in value.values())

@@ -19,9 +19,11 @@ from typing_extensions import TypedDict
 from rollweave.schema.address import parse_address
 from rollweave.schema.config.values import (
     FORMS,
+    MAX_PROCESSES,
     Count,
     Flag,
     PositiveInt,
+    Processes,
     Section,
     Variable,
     either,
@@ -56,7 +58,7 @@ class EngineConfig(Section):
         description="embedded is Rollweave's own engine; vllm and sglang are servers that the run "
         "starts, or, with address, servers that already run; they need rollweave-servers.",
     )
-    count: PositiveInt = Field(1, description="Engine processes.")
+    count: Processes = Field(1, description="Engine processes.")
     pool: str | None = Field(
         None, description="Pool of hosts on which they run; unset: bandwidth (docs/CLUSTER.md)."
     )
@@ -271,7 +273,7 @@ class WorkerCounts(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
     minimum: Count
-    maximum: PositiveInt
+    maximum: Processes
 
 
 class WorkersConfig(Section):
@@ -280,7 +282,8 @@ class WorkersConfig(Section):
     """
 
     count: Annotated[
-        Annotated[Count, Tag(FORMS[0])] | Annotated[WorkerCounts, Tag(FORMS[1])],
+        Annotated[Annotated[Count, Field(le=MAX_PROCESSES)], Tag(FORMS[0])]
+        | Annotated[WorkerCounts, Tag(FORMS[1])],
         Discriminator(form),
     ] = Field(
         0,
@@ -333,7 +336,7 @@ class RoleConfig(Section):
         "out for the model of the judge of the reward with the name of the role, whose place this "
         "section gives.",
     )
-    count: PositiveInt = Field(1, description="Number of processes.")
+    count: Processes = Field(1, description="Number of processes.")
     gpus: Count = Field(
         0, description="GPUs of each process, which no other process of the run has."
     )

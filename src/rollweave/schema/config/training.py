@@ -27,6 +27,7 @@ from rollweave.schema.config.values import (
     NotNegative,
     Positive,
     PositiveInt,
+    Processes,
     Section,
     Share,
     form,
@@ -360,8 +361,8 @@ class RankCounts(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
-    minimum: PositiveInt
-    maximum: PositiveInt
+    minimum: Processes
+    maximum: Processes
 
 
 WARMUP_STEPS = 5
@@ -372,7 +373,7 @@ class TrainerConfig(Section):
     """The trainer: its processes, and the optimizer."""
 
     ranks: Annotated[
-        Annotated[PositiveInt, Tag(FORMS[0])] | Annotated[RankCounts, Tag(FORMS[1])],
+        Annotated[Processes, Tag(FORMS[0])] | Annotated[RankCounts, Tag(FORMS[1])],
         Discriminator(form),
     ] = Field(
         1,

@@ -21,6 +21,9 @@ Flag = Annotated[bool, Field(strict=True)]
 # Whole numbers fit into 64 bits, as journals and messages require.
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
 Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+# More would leave no memory for their names alone.
+MAX_PROCESSES = 100_000
+Processes = Annotated[PositiveInt, Field(le=MAX_PROCESSES)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
