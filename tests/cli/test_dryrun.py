@@ -35,6 +35,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import ScratchModel
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
+from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
 from tests.support.architectures import build
@@ -460,6 +461,19 @@ def test_reports_all_problems_at_once(tmp_path: Path) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, "tasks.0.env=lake"), resume=True))
     assert [check.name for check in wrong][:1] == ["run.name"]
     assert "tasks.0" in [check.name for check in wrong]
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_all_ranks_that_a_run_may_have_must_fit(tmp_path: Path, most: int) -> None:
+    settings = (
+        "model.scratch={hidden=1024, layers=8}",
+        "engines={count=3, kv_tokens=2048}",
+        f"trainer.ranks={{minimum=1, maximum={most}}}",
+    )
+    hosts = {"here": Resources(cpus=8, memory_bytes=15 << 30)}
+    found = failures(dryrun.plan(config(tmp_path, *settings), hosts=hosts, deep=False).checks)
+    assert [check.name for check in found] == ["trainer.micro_tokens"] * (most == 3)
+    assert all(check.detail.endswith(", when there are 3 ranks") for check in found)
 
 
 def test_a_dry_run_refuses_what_one_process_cannot_run(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.hub import WEIGHTS, folder, is_hub_name
 from rollweave.record.store import STORED_TOKEN_BYTES
@@ -370,7 +372,29 @@ def _layout(config: RunConfig, shape: ModelShape, site: Site) -> tuple[Layout | 
     if failures(checks):
         return None, checks
     layout = lay_out(config, shape, hosts)
-    return layout, [*checks, *check_layout(config, layout, hosts)]
+    checks += check_layout(config, layout, hosts)
+    if config.trainer.elastic and not failures(checks):
+        most = _with_most_ranks(config)
+        when = f", when there are {most.trainer.ranks} ranks"
+        checks += [
+            msgspec.structs.replace(check, detail=check.detail + when)
+            for check in failures([*check_fit(most, lay_out(most, shape, hosts))])
+        ]
+    return layout, checks
+
+
+def _with_most_ranks(config: RunConfig) -> RunConfig:
+    """Return the run as it is when further ranks have all places of engines that they
+    may have.
+    """
+    (engines,), trainer = config.engines, config.trainer
+    count = engines.count - (trainer.most_ranks - trainer.first_ranks)
+    return config.model_copy(
+        update={
+            "engines": (engines.model_copy(update={"count": count}),),
+            "trainer": trainer.model_copy(update={"ranks": trainer.most_ranks}),
+        }
+    )
 
 
 def _disk(config: RunConfig, shape: ModelShape, site: Site) -> Iterator[Check]:
