@@ -4,7 +4,7 @@ they use. Linux only, standard library alone.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -12,8 +12,11 @@ ENTRIES_PER_TABLE = PAGE_BYTES // 8
 """Number of pages that one page of page tables maps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+STAT_BYTES = 4096
+"""More than the largest size of /proc/PID/stat, whose fields are numbers but one."""
+
+
+class Process(NamedTuple):
     """A process, as /proc/PID/stat describes it."""
 
     pid: int
@@ -102,8 +105,12 @@ class Table:
 def process(pid: int) -> Process | None:
     """Return one process; None if it does not exist."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return _parsed(pid, file.read())
+        # without a file object, a table of all processes takes about half of the time
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _parsed(pid, os.read(file, STAT_BYTES))
+        finally:
+            os.close(file)
     except (FileNotFoundError, ProcessLookupError):
         return None
 

@@ -47,9 +47,9 @@ UNREAD_REQUESTS = 16
 TICK_S = 0.1
 """Seconds between two checks of the resources that the sandboxes use."""
 
-POLL_CPU_SHARE = 0.1
-"""Largest share of one core spent on polling; with many sandboxes the interval
-grows.
+POLL_CPU_SHARE, ENDING_CPU_SHARE = 0.1, 0.5
+"""Largest shares of one core spent on polling, and while a sandbox ends; with many
+sandboxes the interval grows.
 """
 
 STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.wall_s"
@@ -404,9 +404,8 @@ class Supervisor:
         # more
         took = time.process_time() - cpu_s
         ending = any(record.kill_at or record.reaped for record in self._records.values())
-        self._next_poll = began + max(
-            TICK_S / 20 if ending else TICK_S, took / (1.0 if ending else POLL_CPU_SHARE)
-        )
+        tick, share = (TICK_S / 20, ENDING_CPU_SHARE) if ending else (TICK_S, POLL_CPU_SHARE)
+        self._next_poll = began + max(tick, took / share)
 
     def _processes(self, record: SandboxRecord, table: Table | None = None) -> list[Process]:
         table = table or Table.now()
