@@ -80,18 +80,21 @@ class Dividing(msgspec.Struct):
     before: Past = Past()
     speeds: dict[int, float] = {}  # relative speeds of training, by the number of ranks
     trained: tuple[int, float] = (0, 0.0)  # ranks of the last step, and seconds of training
+    warm: bool = False  # the trainer's process has trained a step, and prepares nothing more
 
 
 def published(run: Run) -> None:
     """Compare the divisions after a step, or end a move once the trainer can train
-    again.
+    again. The first step of its process is not compared: it takes longer.
     """
     part, step = run.part(Dividing), run.state.trainer.step
     before, part.before = part.before, _past(run)
     if before.step < 0 or step != before.step + 1:  # the trainer has started
-        part.stall_s = run.now - part.since
+        part.stall_s, part.warm = run.now - part.since, False
         if part.goal == len(run.state.hosts.ranks):
             _arrive(run)
+    elif not part.warm:
+        part.warm = True
     elif not part.goal and run.training and not _is_disturbed(run, before, part.before):
         _plan(run, before, part.before)
 
