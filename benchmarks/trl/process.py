@@ -19,7 +19,6 @@ from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Purpose
 from rollweave.train.state import BETAS
-from rollweave_servers.interpreters import installed_version
 
 VARIABLE = "ROLLWEAVE_TRL_PYTHON"
 FOLDER = ".venv-trl"
@@ -46,8 +45,9 @@ OWN = {
 }
 """Environment variables of TRL's process: this checkout, and no network."""
 
-NEEDED = {"trainer": ("_generate_single_turn", "rollout_func", "env_mask")}
-"""Names that TRL's source must mention, by the folder of its package."""
+VERSION = "import importlib.metadata; print(importlib.metadata.version('trl'))"
+VERSION_S = 60.0
+"""Maximum seconds to ask an interpreter, most of which the disk takes."""
 
 
 def interpreter(root: Path = ROOT) -> str | None:
@@ -64,12 +64,16 @@ def trl_version(python: str) -> str:
     """Return the version of the interpreter's TRL. Raises ConfigError if it has
     none.
     """
+    problem = f"{VARIABLE} must be an interpreter that has TRL, got {python!r}"
     try:
-        return installed_version(
-            "TRL", python, package="trl", distributions=("trl",), needed=NEEDED
+        answer = subprocess.run(
+            [python, "-I", "-c", VERSION], capture_output=True, text=True, timeout=VERSION_S
         )
-    except ConfigError as error:
-        raise ConfigError(f"{VARIABLE} {error}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{problem}: {error}") from None
+    if answer.returncode != 0:
+        raise ConfigError(f"{problem}: {answer.stderr.strip()[-200:]}")
+    return answer.stdout.strip()
 
 
 def spec_of(config: RunConfig, directory: Path) -> TrlSpec:

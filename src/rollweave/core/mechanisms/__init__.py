@@ -5,6 +5,7 @@ order, too.
 """
 
 from rollweave.core.mechanisms import (
+    buffer,
     cluster,
     colocated,
     comparison,
@@ -27,6 +28,7 @@ from rollweave.core.run import Mechanism
 MECHANISMS: tuple[Mechanism, ...] = (
     membership.MECHANISM,
     suspects.MECHANISM,
+    buffer.MECHANISM,
     colocated.MECHANISM,
     costs.MECHANISM,
     phases.MECHANISM,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rollweave.schema.config.rollout import BufferConfig
 from rollweave.schema.config.run import (
     MIGRATIONS,
     PARTITIONS,
@@ -387,8 +386,16 @@ CONFLICTS = (
 WITHOUT_EFFECT = (
     # Modes, and where rollouts run.
     Conflict(
-        f"{_all('buffer', BufferConfig)} ablation.changes=no_repack "
-        "ablation.changes=no_buffer_places ablation.changes=no_mixed_groups",
+        "buffer.sample",
+        Clause(
+            "unless rollout.mode is decoupled, or partial or bounded with a rollout.alpha of at "
+            "least 2, without trainer.colocated",
+            lambda place: not place.config.chooses_groups,
+        ),
+    ),
+    Conflict(
+        "ablation.changes=no_repack ablation.changes=no_buffer_places "
+        "ablation.changes=no_mixed_groups",
         _unless("rollout.mode", "decoupled"),
     ),
     Conflict("ablation.changes=no_early_updates", _unless("rollout.mode", "bounded")),

@@ -103,9 +103,7 @@ class TaskConfig(Section):
 
 
 class BufferConfig(Section):
-    """Groups that are rolled out and not yet trained on, in mode decoupled (Laminar
-    §3.1, §6).
-    """
+    """Groups that are rolled out and not yet trained on (Laminar §3.1, §6)."""
 
     sample: Annotated[
         str,

@@ -150,6 +150,12 @@ class Sections(Section):
         """True if the estimator of any task domain needs a critic."""
         return any(self.algorithm_of(task.name).advantage in OF_CRITIC for task in self.tasks)
 
+    @property
+    def chooses_groups(self) -> bool:
+        """True if the buffer may hold more groups than a step takes."""
+        ahead = self.rollout.mode in ("partial", "bounded") and (self.rollout.alpha or 0) > 1
+        return self.rollout.mode == "decoupled" or (ahead and not self.trainer.colocated)
+
     def distills(self, name: str) -> bool:
         """Return whether task domain `name` learns from the teacher."""
         return self.algorithm_of(name).advantage == "distill"

@@ -1,66 +1,22 @@
 """The pacing of mode decoupled: each engine updates by itself, and trajectories are
-bound to the weights with which they began. The experience buffer decides which groups a
-step trains on, and which groups have no place (Laminar §3.1, §6;
-`core/policy/experience`); a strategy may be a function of the user's, and an error in
-it ends the run and names it.
+bound to the weights with which they began. Groups for which the experience buffer has
+no place are evicted (Laminar §3.1, §6).
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rollweave.core import weights
+from rollweave.core.mechanisms import buffer
 from rollweave.core.mechanisms.lengths.index import work_of
 from rollweave.core.mechanisms.versions import binding
 from rollweave.core.mechanisms.versions.binding import weights_of
 from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
-from rollweave.core.policy.experience import Experience, evict, is_measured, sample
+from rollweave.core.policy.experience import evict
 from rollweave.core.policy.redundancy import pool_room
 from rollweave.core.run import Pacing, Run
 from rollweave.core.state import Engine, GroupStatus, Trajectory
 from rollweave.schema.base import EngineId, GroupId
-from rollweave.schema.work import Measures, Purpose
-
-FUNCTION_MARK = ":"
-"""Part of every name of a user's function, `package.module:function`."""
-
-
-def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:
-    if FUNCTION_MARK not in name:
-        return choose(name)
-    try:
-        return choose(run.rules[name])
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        run.state.error = (
-            run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
-        )
-        return []
-
-
-def _draw(key: str) -> float:
-    """A number in [0, 1) that follows from the key: the core has no source of
-    randomness.
-    """
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / (1 << 48)
-
-
-def _views(run: Run) -> list[Experience]:
-    state = run.state
-    experiences = []
-    for arrived, group_id in enumerate(state.buffer):
-        group = state.groups[group_id]
-        members = [state.trajectories[member] for member in group.chosen]
-        experiences.append(
-            Experience(
-                id=group_id,
-                arrived=arrived,
-                initiated=min(member.origin for member in members),
-                rewards=tuple(member.reward or 0.0 for member in members),
-                tokens=sum(member.tokens for member in members),
-                measures=group.measures or Measures(),
-            )
-        )
-    return experiences
+from rollweave.schema.work import Purpose
 
 
 class IndependentPacing(Pacing):
@@ -179,32 +135,10 @@ class IndependentPacing(Pacing):
         return binding.reassign(run)
 
     def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
-        """The groups of the next (mini-)batch: `wanted` groups, or none."""
-        state, name = run.state, run.config.buffer.sample
-        if name == "fifo":
-            return list(state.buffer)[:wanted]
-        trainer = state.trainer
-        moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
-        draws = [_draw(f"{moment}/{number}") for number in range(wanted)]
-        return _by(
-            run,
-            name,
-            lambda rule: sample(
-                _views(run), wanted, strategy=rule, version=run.next_version(), draws=draws
-            ),
-        )
+        return buffer.choose(run, wanted)
 
     def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
-        """The groups that are measured before the next (mini-)batch, if there is a
-        choice by what is measured and too few groups are measured to make it. A group
-        that arrives while other groups are measured is not measured for this step, so
-        that a step is held up only once.
-        """
-        state, name = run.state, run.config.buffer.sample
-        if len(state.buffer) <= wanted or not is_measured(run.rules.get(name, name)):
-            return []
-        left = [group_id for group_id in state.buffer if state.groups[group_id].measures is None]
-        return left if len(state.buffer) - len(left) < wanted else []
+        return buffer.unmeasured(run, wanted)
 
     def surplus(self, run: Run) -> list[GroupId]:
         """The buffered groups beyond the limit of the buffer, which have no place."""
@@ -213,4 +147,4 @@ class IndependentPacing(Pacing):
         most = binding.buffer_limit(run)
         if len(run.state.buffer) <= most:
             return []
-        return evict(_views(run), version=run.next_version(), max_groups=most)
+        return evict(buffer.views(run), version=run.next_version(), max_groups=most)

@@ -1,4 +1,6 @@
-"""The buffer's strategies are asked for what is missing, when it is missing."""
+"""The buffer's strategies are asked for what is missing, when it is missing, in every
+mode in which there may be a choice.
+"""
 
 import hashlib
 import math
@@ -9,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.mechanisms.versions import pacing
+from rollweave.core.mechanisms import buffer
 from rollweave.core.mechanisms.versions.binding import buffer_limit
 from rollweave.core.policy.experience import Experience
+from rollweave.core.policy.modes import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema import commands as c
@@ -64,7 +67,7 @@ def buffered(*groups: tuple[int, float | None], sample: str = "newest") -> Run:
 
 def test_a_group_is_seen_by_its_chosen_members() -> None:
     run = buffered((3, 0.5), (1, None))
-    views = pacing._views(run)
+    views = buffer.views(run)
     assert [(one.id, one.arrived, one.initiated) for one in views] == [("b0", 0, 3), ("b1", 1, 1)]
     expected = [((0.0, 1.0), 20, Measures(ratio=0.5)), ((0.0, 1.0), 40, Measures())]
     assert [(one.rewards, one.tokens, one.measures) for one in views] == expected
@@ -120,8 +123,8 @@ def test_groups_beyond_the_limit_have_no_place() -> None:
 
 
 def test_a_draw_follows_from_its_key_and_is_uniform() -> None:
-    draws = [pacing._draw(f"1/{number}") for number in range(2000)]
-    assert draws == [pacing._draw(f"1/{number}") for number in range(2000)]
+    draws = [buffer._draw(f"1/{number}") for number in range(2000)]
+    assert draws == [buffer._draw(f"1/{number}") for number in range(2000)]
     assert all(0 <= draw < 1 for draw in draws)
     for below in (0.1, 0.5, 0.9):
         assert abs(sum(draw < below for draw in draws) / len(draws) - below) < 0.05
@@ -447,3 +450,51 @@ def test_the_random_worlds_do_choose() -> None:
     for world in worlds:
         assert world.run().error == ""
     assert sum(world.choices for world in worlds) >= 10
+
+
+class Ahead(World):
+    """A world whose engines run ahead of a slow trainer, and that compares each step's
+    groups with the buffer.
+    """
+
+    chosen = 0  # steps with a choice that was not by arrival
+
+    def later(self, event: e.Event, delay: float | None = None) -> None:
+        super().later(event, 20.0 if isinstance(event, e.StepTrained) else delay)
+
+    def feed(self, event: e.Event) -> None:
+        before = list(self.core.state.buffer)
+        super().feed(event)
+        run = self.core._run
+        for step in of(self.commands[-1], c.TrainStep):
+            taken = [ref.id for ref in step.groups]
+            there = list(dict.fromkeys([*before, *self.core.state.buffer, *taken]))
+            self.chosen += taken != there[: len(taken)]
+            late = [
+                one.id
+                for one in buffer.views(run)
+                if not acceptable(one.initiated, step.step + 1, run.mode.window)
+            ]
+            assert not late, "a group was left that no later step can train on"
+
+
+@pytest.mark.parametrize("mode", ["bounded", "partial"])
+@pytest.mark.parametrize("sample", ["newest", "advantage", "staleness", "ratio"])
+def test_modes_that_run_ahead_choose_and_leave_nothing_too_old(mode: str, sample: str) -> None:
+    rollout = {"alpha": 3, "groups_per_step": 2, "max_running": 32}
+    worlds = [
+        Ahead(config(mode, steps=8, rollout=rollout, buffer={"sample": sample}), seed)
+        for seed in range(6)
+    ]
+    for world in worlds:
+        assert world.run().error == ""
+        assert sorted(world.trained) == list(range(8))
+    assert sum(world.chosen for world in worlds) >= 6
+
+
+@pytest.mark.parametrize(("alpha", "mode"), [(1, "bounded"), (3, "sync"), (3, "one_step")])
+def test_without_a_choice_groups_are_trained_by_arrival(alpha: int, mode: str) -> None:
+    rollout = {"groups_per_step": 2, **({"alpha": alpha} if mode == "bounded" else {})}
+    world = Ahead(config(mode, steps=6, rollout=rollout, buffer={"sample": "newest"}), 1)
+    assert world.run().error == ""
+    assert world.chosen == 0
