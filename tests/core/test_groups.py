@@ -130,7 +130,7 @@ def test_what_no_open_step_accepts_ends_with_the_last_group_of_a_batch(
     assert list(run.state.buffer) == ["g0", "g1", "g2"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "bounded"])
+@pytest.mark.parametrize("mode", ["sync", "stream", "bounded"])
 def test_no_spare_group_is_launched_that_no_step_accepts(mode: str) -> None:
     run = rolling_out(mode=mode, spare_groups=2)
     assert run.mode.window is not None

@@ -69,7 +69,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
     }
     if mode not in ("partial", "bounded", "decoupled"):
         rollout.pop("alpha", None)
-    if mode not in ("sync", "one_step", "bounded"):
+    if mode in ("partial", "decoupled"):
         rollout.pop("spare_groups", None)
     if mode == "decoupled":
         rollout.pop("without", None)

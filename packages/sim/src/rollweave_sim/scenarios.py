@@ -197,7 +197,7 @@ def _leave_out(data: dict[str, Any]) -> None:
     rollout = data["rollout"]
     if rollout["mode"] not in ("partial", "bounded", "decoupled"):
         del rollout["alpha"]
-    if rollout["mode"] not in ("sync", "one_step", "bounded"):
+    if rollout["mode"] in ("partial", "decoupled"):
         rollout.pop("spare_groups", None)
     if not data["eval"]["every"]:
         del data["eval"]["episodes"]

@@ -224,7 +224,9 @@ CONFLICTS = (
         ),
     ),
     Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded", "decoupled")),
-    Conflict("rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "bounded")),
+    Conflict(
+        "rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "stream", "bounded")
+    ),
     Conflict("rollout.spare_groups=learned", _without("rollout.dynamic_sampling")),
     Conflict(
         "rollout.affinity",

@@ -179,7 +179,7 @@ class RolloutConfig(Section):
     ] = Field(
         0,
         description="Groups launched beyond those that steps have a place for; the slowest are "
-        "cancelled (sync, one_step, bounded). learned: with dynamic_sampling, as many as replace "
+        "cancelled (sync, one_step, stream, bounded). learned: with dynamic_sampling, as many as replace "
         "those that were filtered in the step before, up to five batches (ROSE §6).",
     )
     spare_members: Count = Field(
