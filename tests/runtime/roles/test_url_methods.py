@@ -89,6 +89,12 @@ def result(method: UrlMethod, *args: Any, **kwargs: Any) -> Any:
     return CODEC.decode_result(answer)
 
 
+def test_a_named_token_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELSEWHERE_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="ELSEWHERE_TOKEN must be set in the environment"):
+        url_method(Declaration(url="http://127.0.0.1:1", token_env="ELSEWHERE_TOKEN"))
+
+
 def test_a_call_is_posted_with_a_key_and_a_token(method: UrlMethod, platform: Platform) -> None:
     platform.answers = [(503, "busy"), (200, {"result": [1, 0.5], "more": 1})]
     assert result(method, ["a", "b"], word="red") == (1.0, 0.5)

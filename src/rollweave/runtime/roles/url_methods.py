@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.io.http.guard import optional_token
+from rollweave.io.http.guard import server_token
 from rollweave.io.loop_thread import LoopThread
 from rollweave.rollout.http_service import HttpService, ServiceError
 from rollweave.runtime.roles.worker import GRACE_S, URL_S, Declaration
@@ -39,7 +39,7 @@ class UrlMethod:
         self, name: str, declaration: Declaration, result: Callable[[Any], msgspec.Raw]
     ) -> None:
         """`result` encodes a result, and raises TypeError for one of another type.
-        Raises ConfigError for a token that is no printable ASCII.
+        Raises ConfigError for a token that is not set, or is no printable ASCII.
         """
         self._name, self._result, self._loop = name, result, LoopThread(f"calls of {name}")
         self._timeout_s = declaration.timeout_s or URL_S
@@ -48,7 +48,7 @@ class UrlMethod:
             name,
             declaration.url,
             answer="result",
-            token=optional_token(variable) if variable else "",
+            token=server_token(variable) if variable else "",
             variable=variable,
             timeout_s=self._timeout_s,
             clock=time.monotonic,
