@@ -39,7 +39,7 @@ ALWAYS = [
     "eval={final_episodes=0}",
     "trainer.lr.final=1",
 ]
-STEPS, STEPS_QUICK, STEPS_MODEL = 40, 8, 14
+STEPS, STEPS_QUICK, STEPS_MODEL = 20, 8, 14
 """Steps of a run: of the fixed lake, with `quick`, and of a pretrained model."""
 
 NEAR = 0.1
@@ -95,7 +95,7 @@ def bench_fidelity(
 def predicted(table: Reruns, candidate: Candidate) -> float:
     """Return the simulated seconds a step of a candidate of the table."""
     config = table.rearranged(candidate)
-    return try_out(config, LENGTH, work=table.work, costs=table.costs).step_s
+    return try_out(config, LENGTH, work=table.work, costs=table.costs, cores=table.cores).step_s
 
 
 def figures_of(

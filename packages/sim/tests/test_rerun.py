@@ -24,12 +24,10 @@ from rollweave_sim.rerun import (
     MeasuredEngine,
     MeasuredTrainer,
     Reruns,
-    Timings,
-    _Reader,
     fit_line,
-    read_timings,
 )
 from rollweave_sim.run import SimMetrics
+from rollweave_sim.timings import Reader, Timings, read_timings
 from rollweave_sim.trial import run_trial, try_out
 from rollweave_sim.world import Costs, World
 from tests.support.core import config as core_config
@@ -139,7 +137,7 @@ def test_a_turn_that_another_engine_has_begun_is_left_out() -> None:
     sampled them in no time. A turn whose prompt another one has computed counts.
     """
     e0, e1 = EngineId("e0"), EngineId("e1")
-    reader, now = _Reader(), 0.0
+    reader, now = Reader(), 0.0
     for name, begins in {
         "whole": [(e0, False)],
         "moved": [(e0, False), (e1, False)],
@@ -158,7 +156,7 @@ def test_a_turn_that_another_engine_has_begun_is_left_out() -> None:
         now += 4.0
         done = e.TurnDone(**key, dispatch=dispatch, output_tokens=40, cached_tokens=0, version=0)
         reader.on_event(now, done)
-    turns = reader.timings.turns
+    turns = reader.finish().turns
     assert turns.count == 3
     assert {turn.seconds for turn in turns.turns} == {4.0}
 
@@ -229,7 +227,7 @@ def test_a_turn_is_measured_beside_the_others_of_its_engine() -> None:
     """One turn lasts from 2 s to 12 s; another one joins it at 4 s, waits for 1 s, and
     ends at 8 s.
     """
-    reader, e0 = _Reader(), EngineId("e0")
+    reader, e0 = Reader(), EngineId("e0")
 
     def begin(now: float, name: str, context: int) -> None:
         asked = spoken(e.TurnRequested, trajectory_id=name, context_tokens=context)
@@ -246,7 +244,7 @@ def test_a_turn_is_measured_beside_the_others_of_its_engine() -> None:
     begin(4.0, "b", 300)
     end(8.0, "b", output=20, cached=250, queue_s=1.0)
     end(12.0, "a", output=0, cached=0)
-    b, a = sorted(reader.timings.turns.turns, key=lambda turn: turn.seconds)
+    b, a = sorted(reader.finish().turns.turns, key=lambda turn: turn.seconds)
     assert (b.seconds, b.output_tokens, b.prompt_tokens) == (3.0, 20, 50)
     assert (b.batch, b.context) == (2.0, (4 * 100 + 4 * 300) / 8 + 10)
     assert (a.seconds, a.output_tokens, a.prompt_tokens) == (10.0, 1, 150)
@@ -255,7 +253,7 @@ def test_a_turn_is_measured_beside_the_others_of_its_engine() -> None:
 
 @pytest.mark.parametrize("ending", ["cancel", "abort", "fail", "withdraw", "lose", "load"])
 def test_a_turn_that_did_not_end_by_itself_is_left_out(ending: str) -> None:
-    reader, e0, name = _Reader(), EngineId("e0"), TrajectoryId("a")
+    reader, e0, name = Reader(), EngineId("e0"), TrajectoryId("a")
     start = {"trajectory_id": name, "engine_id": e0, "dispatch": 0, "prefill": False}
     reader.on_command(1.0, spoken(c.StartTurn, **start))
     match ending:
@@ -273,17 +271,17 @@ def test_a_turn_that_did_not_end_by_itself_is_left_out(ending: str) -> None:
             reader.on_command(2.0, spoken(c.ResumeEngine, engine_id=e0))
     fields = {"output_tokens": 5, "cached_tokens": 0, "queue_s": 0.0, "replayed": False}
     reader.on_event(3.0, spoken(e.TurnDone, trajectory_id=name, **fields))
-    assert reader.timings.turns.count == 0
+    assert reader.finish().turns.count == 0
     assert reader._engine(e0).turns == {}
 
 
 def test_each_time_is_that_from_a_command_to_its_answer() -> None:
-    reader, e0, e1 = _Reader(), EngineId("e0"), EngineId("e1")
+    reader, e0, e1 = Reader(), EngineId("e0"), EngineId("e1")
     for name, tokens in (("a", 30), ("b", 12), ("c", 9)):
         ended = spoken(e.TrajectoryEnded, trajectory_id=name, tokens=tokens)
         reader.on_event(0.0, ended)
     groups = (spoken(c.GroupRef, trajectory_ids=("a", "b")),)
-    reader.on_command(1.0, spoken(c.TrainStep, groups=groups))
+    reader.on_command(1.0, spoken(c.TrainStep, step=0, groups=groups))
     reader.on_command(2.0, spoken(c.PublishWeights))
     reader.on_command(3.0, spoken(c.SaveCheckpoint))
     reader.on_command(4.0, spoken(c.StageWeights, engine_id=e0))
@@ -295,7 +293,7 @@ def test_each_time_is_that_from_a_command_to_its_answer() -> None:
     for engine in (e0, e1):
         reader.on_command(21.0, spoken(c.LoadWeights, engine_id=engine))
         reader.on_event(24.0, spoken(e.WeightsLoaded, engine_id=engine, publication_id=7))
-    timings = reader.timings
+    timings = reader.finish()
     assert (timings.trained, timings.published) == ([(42, 9.0)], [10.0])
     assert (timings.copied, timings.saved) == ([11.0], [14.0])
     assert (timings.loaded, timings.swapped) == ([16.0, 3.0], [3.0])

@@ -225,12 +225,9 @@ class Replay:
 
         Raises ConfigError for a journal that was compacted.
         """
+        if not self._from_start:
+            raise ConfigError(f"{self._path} must be the journal of a whole run, got a later part")
         for now, event, commands in self:
-            if self.events == 1 and not isinstance(event, RunStarted):
-                raise ConfigError(
-                    f"{self._path} must be the journal of a whole run, it begins "
-                    f"with {type(event).__name__}"
-                )
             observer.on_event(now, event)
             for command in commands:
                 observer.on_command(now, command)

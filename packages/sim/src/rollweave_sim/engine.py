@@ -80,7 +80,7 @@ class SimEngine:
         self._arrivals = 0
         self._noise = noise
         # The current run of steps, which take `_pace` times what they cost.
-        self._pace = 1.0
+        self._pace = self._slowdown = 1.0
         self._at = 0.0
         self._left = 0
         self._end = 0.0
@@ -225,6 +225,14 @@ class SimEngine:
         self._run_until(now)
         self._cut(now)
         self.cost = cost
+
+    def slow_down(self, now: float, factor: float) -> None:
+        """Let steps take so many times what they cost once the running step has
+        ended.
+        """
+        self._run_until(now)
+        self._cut(now)
+        self._slowdown = factor
 
     def suspend(self, now: float) -> float:
         """Compute nothing after the running step. Returns the time at which that
@@ -392,7 +400,8 @@ class SimEngine:
 
     def _draw_pace(self) -> None:
         """Draw the noise of the run of `_left` steps."""
-        self._pace = self._noise.factor(self._left) if self._noise is not None else 1.0
+        noise = self._noise.factor(self._left) if self._noise is not None else 1.0
+        self._pace = self._slowdown * noise
 
     def _step_of(self, now: float) -> int:
         """Return the number of the first remaining step that ends at or after `now`."""

@@ -106,6 +106,7 @@ class SimFleet:
         self._former_busy_s: defaultdict[str, float] = defaultdict(float)
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
+        self._slowdown = 1.0
         self.checkpoints: Callable[[], Container[int]] = tuple  # steps that an engine can read
         self.refusals: dict[EngineId, int] = {}  # loads that an engine must refuse
         self.on_done: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
@@ -345,6 +346,23 @@ class SimFleet:
 
         self._clock.after(reader.cost.move_s(tokens), arrived)
 
+    @property
+    def computing(self) -> int:
+        """Return the number of GPUs, or threads, that compute."""
+        return sum(
+            node.degree
+            for node in self.nodes.values()
+            if isinstance(node.engine, SimEngine) and node.engine.has_work
+        )
+
+    def slow_down(self, factor: float) -> None:
+        """Let every step begin to take so many times the seconds that it costs."""
+        self._slowdown = factor
+        for node in self.nodes.values():
+            if isinstance(node.engine, SimEngine):
+                node.engine.slow_down(self._clock.now, factor)
+                self._touch(node)
+
     def settle(self) -> None:
         """Reschedule engines changed since the last call: once for all turns that one
         event gave an engine.
@@ -415,6 +433,7 @@ class SimFleet:
             kv_tokens=room,
             noise=self._noise(f"{node.id}/{node.epoch}") if self._noise is not None else None,
         )
+        engine.slow_down(self._clock.now, self._slowdown)
         return engine if lending is None else lending.lend(node.lender, engine)
 
     def _lender_touched(self, name: str) -> None:

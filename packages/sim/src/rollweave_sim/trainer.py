@@ -64,10 +64,32 @@ class SimTrainer:
         self._critic, self._of_ranks = critic, of_ranks
         self.epoch = 0
         self._ticket = self._writing = 0
+        # What the process does: seconds of work left at a time, and what ends it.
+        self._slowdown = 1.0
+        self._work: tuple[float, float, Callable[[], None]] | None = None
         self._alive = False
         self.checkpoints: set[int] = set()
         self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next command fails
         self.trained: Callable[[c.TrainStep, float], None] = lambda command, seconds: None
+
+    @property
+    def computing(self) -> int:
+        """1 while the process computes, else 0."""
+        return int(self._work is not None)
+
+    def slow_down(self, factor: float) -> None:
+        """Let all work, also the present, take so many times its seconds from now
+        on.
+        """
+        former, self._slowdown = self._slowdown, factor
+        if self._work is not None:
+            left, since, done = self._work
+            self._clock.cancel(self._ticket)
+            self._begin_work(left - (self._clock.now - since) / former, done)
+
+    def _begin_work(self, seconds: float, done: Callable[[], None]) -> None:
+        self._work = seconds, self._clock.now, done
+        self._ticket = self._clock.after(self._slowdown * seconds, done)
 
     def start(self, *, epoch: int = 0, step: int = 0, seconds: float = 0.0) -> None:
         """Start a trainer process at `step`."""
@@ -184,7 +206,7 @@ class SimTrainer:
         """End the process without a report."""
         self._clock.cancel(self._ticket)
         self._clock.cancel(self._writing)
-        self._alive = False
+        self._alive, self._work = False, None
 
     def _begin(self, ready: e.TrainerReady, seconds: float) -> None:
         self.drop()
@@ -199,9 +221,10 @@ class SimTrainer:
         start = self._clock.now
 
         def done() -> None:
+            self._work = None
             if self._trace is not None:
                 self._trace.span(TRAINER, "trainer", name, start, self._clock.now)
             then()
             self._post(event)
 
-        self._ticket = self._clock.after(seconds, done)
+        self._begin_work(seconds, done)

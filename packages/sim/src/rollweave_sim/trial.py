@@ -73,11 +73,12 @@ def try_out(
     *,
     work: Mapping[str, Workload] | None = None,
     costs: Costs | None = None,
+    cores: int = 0,
 ) -> Prediction:
     """Return the figures of `length`.
 
-    `work` and `costs` are those of `World`. Raises ConfigError, and RollweaveError for
-    a run that ends before it has trained these steps.
+    `work`, `costs` and `cores` are those of `World`. Raises ConfigError, and
+    RollweaveError for a run that ends before it has trained these steps.
     """
     wave = ahead(config)
     warm = length.warm + wave
@@ -92,7 +93,8 @@ def try_out(
             lines.append(line)
 
     metrics = SimMetrics(on_line=on_line)
-    world = World(config, observer=metrics, work=None if work is None else dict(work), costs=costs)
+    plans = None if work is None else dict(work)
+    world = World(config, observer=metrics, work=plans, costs=costs, cores=cores)
     metrics.watch(world)
     world.start()
     while len(lines) < wanted:
@@ -226,13 +228,15 @@ def faster(
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A configuration, how long it is simulated, and which of the `PARTS` takes less
-    time ("" for none). Without `costs` they are those of its hardware.
+    time ("" for none). Without `costs` they are those of its hardware. `cores` are
+    those of `World`.
     """
 
     config: RunConfig
     length: Length
     faster: str = ""
     costs: Costs | None = None
+    cores: int = 0
 
 
 Result = Prediction | str
@@ -268,7 +272,7 @@ def run_trial(trial: Trial, work: Mapping[str, Workload]) -> Result:
         costs = trial.costs or costs_of(trial.config)
         if trial.faster:
             work, costs = faster(trial.faster, work, costs)
-        return try_out(trial.config, trial.length, work=work, costs=costs)
+        return try_out(trial.config, trial.length, work=work, costs=costs, cores=trial.cores)
     except RollweaveError as error:
         return str(error)
 

@@ -26,6 +26,7 @@ from rollweave.schema.config.simulation import ServingFile, SimConfig
 from rollweave.schema.errors import ConfigError, FieldError, RollweaveError
 from rollweave.train.lengths import check_installed
 from rollweave_sim.clock import Clock
+from rollweave_sim.cores import SharedCores
 from rollweave_sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
 from rollweave_sim.effects import Effects, SimObserver, SimPredictor
 from rollweave_sim.fleet import SimFleet
@@ -91,9 +92,11 @@ class World:
         rewards: Judges | None = None,
         serving: ServingFile | None = None,
         keep_partial_turns: bool = False,
+        cores: int = 0,
     ) -> None:
         """`rewards` computes them, all at once if None; `serving` are the engines that
         the run may borrow. `keep_partial_turns` is that of `rollout/pipeline.py`.
+        Engines and trainer share `cores`, or each has its own if there are 0.
         """
         self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
@@ -139,6 +142,7 @@ class World:
             critic=config.has_critic,
             of_ranks=_of_ranks(config, trainer_cost),
         )
+        self.cores = SharedCores(cores=cores, fleet=self.fleet, trainer=self.trainer)
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
         check_installed(config)
@@ -298,6 +302,7 @@ class World:
         if self.inbox:
             self._handle(self.inbox.popleft())
             return
+        self.cores.settle()
         self.fleet.settle()
         if not self.clock.step():
             raise StuckError(

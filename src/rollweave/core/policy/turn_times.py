@@ -180,9 +180,9 @@ def estimate(turns: Sequence[TurnTime]) -> Prices:
     return fit(turns).prices
 
 
-def fit(turns: Sequence[TurnTime]) -> Fit:
-    """Return the prices that fit these turns best, with their uncertainty. Raises
-    ValueError without turns.
+def fit(turns: Sequence[TurnTime], *, weight: float = 1.0) -> Fit:
+    """Return the prices that fit these turns best, with their uncertainty, if the prior
+    weighs as much as `weight` turns. Raises ValueError without turns.
     """
     if not turns:
         raise ValueError("turns must have at least one finished turn, got none")
@@ -196,7 +196,7 @@ def fit(turns: Sequence[TurnTime]) -> Fit:
         errors = columns @ shares - 1
         deviation = max(MIN_ERROR, 1.4826 * float(np.median(np.abs(errors))))
         weights = np.clip(1 - np.square(errors / (BIWEIGHT * deviation)), 0, None) ** 2
-        ridge = (deviation / PRIOR_ERROR) ** 2
+        ridge = weight * (deviation / PRIOR_ERROR) ** 2
         shares = non_negative_ridge(columns, weights, ridge)
     shares[0] = max(shares[0], LEAST_SHARE)
     known = (columns.T * weights) @ columns + ridge * np.eye(len(prior))

@@ -179,8 +179,8 @@ class RolloutConfig(Section):
     ] = Field(
         0,
         description="Groups launched beyond those that steps have a place for; the slowest are "
-        "cancelled (sync, one_step, stream, bounded). learned: with dynamic_sampling, as many as replace "
-        "those that were filtered in the step before, up to five batches (ROSE §6).",
+        "cancelled (sync, one_step, stream, bounded). learned: with dynamic_sampling, as many as "
+        "replace those that were filtered in the step before, up to five batches (ROSE §6).",
     )
     spare_members: Count = Field(
         0, description="Members launched beyond group_size; the slowest are cancelled."
