@@ -63,13 +63,13 @@ ELASTIC = {"minimum": 2, "maximum": 5}
 
 @pytest.mark.timeout(300)
 def test_a_run_gives_places_to_its_trainer_where_that_pays() -> None:
-    moving, said = run(ELASTIC, 4, steps=24)
+    moving, said = run(ELASTIC, 4, steps=20)
     assert said[0].startswith("moves from 2 ranks and 4 engines to ")
     assert len(said) == 2, "and then stays"
     status = moving.core.status(moving.clock.now)
     assert status.trainer is not None
     assert 2 < status.trainer.ranks == 6 - len(status.engines)
-    fixed, nothing = run(2, 4, steps=24)
+    fixed, nothing = run(2, 4, steps=20)
     assert nothing == []
     assert moving.clock.now < fixed.clock.now
 
