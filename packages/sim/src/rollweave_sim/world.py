@@ -98,6 +98,7 @@ class World:
         the run may borrow. `keep_partial_turns` is that of `rollout/pipeline.py`.
         Engines and trainer share `cores`, or each has its own if there are 0.
         """
+        check_installed(config)
         self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
         self.clock, self.inbox, self.events = Clock(), deque[e.Event](), 0
@@ -133,19 +134,10 @@ class World:
             keep_partial_turns=keep_partial_turns
             or (self.lending is not None or config.rollout.mode is ModeName.DECOUPLED),
         )
-        self.trainer = SimTrainer(
-            clock=self.clock,
-            post=self.post,
-            cost=trainer_cost,
-            scored=self.rollouts.scored,
-            trace=trace,
-            critic=config.has_critic,
-            of_ranks=_of_ranks(config, trainer_cost),
-        )
+        self.trainer = self._make_trainer(trainer_cost, trace)
         self.cores = SharedCores(cores=cores, fleet=self.fleet, trainer=self.trainer)
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
-        check_installed(config)
         self.predictor = self._make_predictor()
         self.effects = Effects(
             clock=self.clock,
@@ -265,6 +257,17 @@ class World:
                 self.trainer.drop()
             self.post(e.HostLost(host=number, error=error))
         return pool
+
+    def _make_trainer(self, cost: TrainerCosts, trace: Trace | None) -> SimTrainer:
+        return SimTrainer(
+            clock=self.clock,
+            post=self.post,
+            cost=cost,
+            scored=self.rollouts.scored,
+            trace=trace,
+            critic=self.config.has_critic,
+            of_ranks=_of_ranks(self.config, cost),
+        )
 
     def _make_predictor(self) -> SimPredictor:
         name = self.config.ablation.predictor
