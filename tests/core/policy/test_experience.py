@@ -17,6 +17,7 @@ from rollweave.core.policy.experience import (
     Experience,
     SampleName,
     advantage,
+    due_now,
     evict,
     is_measured,
     sample,
@@ -317,3 +318,41 @@ def test_a_function_must_be_deterministic() -> None:
     assert sample(
         buffer, 2, strategy=lambda groups, _: (one.id for one in groups), version=VERSION
     ) == ["first", "second"]
+
+
+def trained(left: Sequence[int], ranks: Sequence[int], per_step: int, *, due: bool) -> int:
+    """Return how many groups steps train on before they are too old, if no group comes
+    in: each step takes the best by rank, with `due` after those that are due, otherwise
+    the oldest ones.
+    """
+    names = [GroupId(str(number)) for number in range(len(left))]
+    buffer, count = dict(zip(names, left, strict=True)), 0
+    while buffer:
+        chosen = sorted(buffer, key=lambda name: ranks[int(name)] if due else buffer[name])
+        first = due_now(buffer, chosen[:per_step], per_step=per_step) if due else []
+        taken = list(dict.fromkeys([*first, *chosen]))[:per_step]
+        count += len(taken)
+        buffer = {
+            name: steps - 1 for name, steps in buffer.items() if name not in taken and steps > 0
+        }
+    return count
+
+
+@settings(max_examples=examples(300))
+@given(left=st.lists(st.integers(0, 3), max_size=8), per_step=st.integers(1, 3), data=st.data())
+def test_no_choice_makes_a_group_too_old(
+    left: list[int], per_step: int, data: st.DataObject
+) -> None:
+    """The oldest first is the order that loses the fewest."""
+    ranks = data.draw(st.permutations(range(len(left))))
+    most = trained(left, ranks, per_step, due=False)
+    assert trained(left, ranks, per_step, due=True) == most
+
+
+def test_no_more_groups_are_due_than_must_be_taken() -> None:
+    old, older, fresh = GroupId("old"), GroupId("older"), GroupId("fresh")
+    assert due_now({old: 1, fresh: 2}, [fresh], per_step=1) == []
+    assert due_now({old: 1, older: 0, fresh: 2}, [fresh], per_step=1) == [older]
+    assert due_now({old: 1, older: 1, fresh: 2}, [older, fresh], per_step=1) == [older]
+    assert due_now({old: 1, older: 1, fresh: 2}, [fresh], per_step=2) == []
+    assert due_now({}, [], per_step=1) == []

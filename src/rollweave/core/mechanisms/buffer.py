@@ -3,16 +3,15 @@
 error in it ends the run and names it.
 
 In mode decoupled the buffer often holds more than a batch, in modes bounded and partial
-only with `rollout.alpha` of at least 2. There, groups that no later step could train on
-are taken first, whatever the strategy.
+only with `rollout.alpha` of at least 2. There, no group becomes too old by the choice.
 """
 
 import hashlib
 from typing import Any
 
 from rollweave.core.pacing import SharedPacing
-from rollweave.core.policy.experience import Experience, is_measured, sample
-from rollweave.core.policy.modes import acceptable
+from rollweave.core.policy.experience import Experience, due_now, is_measured, sample
+from rollweave.core.policy.modes import staleness
 from rollweave.core.run import Mechanism, Run
 from rollweave.schema.base import GroupId
 from rollweave.schema.config.rollout import ModeName
@@ -30,12 +29,11 @@ class ChoosingPacing(SharedPacing):
     """All engines load the same version, and a step chooses its groups."""
 
     def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
-        """The groups that no later step could train on, and further ones by the
-        strategy.
-        """
-        chosen, later, window = choose(run, wanted), run.next_version() + 1, run.mode.window
-        last = [one.id for one in views(run) if not acceptable(one.initiated, later, window)]
-        return list(dict.fromkeys([*last, *chosen]))[:wanted] if chosen else []
+        """The groups that the strategy chooses, after those that must be taken now."""
+        chosen, version, window = choose(run, wanted), run.next_version(), run.mode.window or 0
+        left = {one.id: window - staleness(one.initiated, version) for one in views(run)}
+        due = due_now(left, chosen, per_step=run.config.rollout.groups_per_step)
+        return list(dict.fromkeys([*due, *chosen]))[:wanted] if chosen else []
 
     def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
         return unmeasured(run, wanted)
@@ -84,9 +82,8 @@ def choose(run: Run, wanted: int) -> list[GroupId]:
 
 def unmeasured(run: Run, wanted: int) -> list[GroupId]:
     """Return the groups that are measured before the next (mini-)batch, if there is a
-    choice by what is measured and too few groups are measured to make it. A group that
-    arrives while other groups are measured is not measured for this step, so that a
-    step is held up only once.
+    choice by what is measured and too few groups are measured to make it. Groups that
+    arrive meanwhile wait, so that a step is held up only once.
     """
     state, name = run.state, run.config.buffer.sample
     if len(state.buffer) <= wanted or not is_measured(run.rules.get(name, name)):

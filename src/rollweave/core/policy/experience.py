@@ -10,7 +10,7 @@ earlier arrival.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Literal, get_args
 
@@ -64,10 +64,7 @@ def is_measured(strategy: str | Rule) -> bool:
 
 
 def advantage(experience: Experience) -> float:
-    """Return the mean |reward - mean of the group|.
-
-    After division by the deviation, as in GRPO, groups would hardly differ.
-    """
+    """Return the mean |reward - mean of the group|, not divided by their deviation."""
     size, total = len(experience.rewards), math.fsum(experience.rewards)
     # Divided last, so that nothing is rounded before: mirrored rewards, 2 of 3 and 1 of
     # 3, are a tie.
@@ -109,6 +106,20 @@ def sample(
         case "staleness":
             chosen = _drawn(buffer, wanted, version, draws)
     return _most([group.id for group in chosen], wanted)
+
+
+def due_now(
+    left: Mapping[GroupId, int], chosen: Sequence[GroupId], *, per_step: int
+) -> list[GroupId]:
+    """Return the groups that a step must take so that the later ones, of `per_step`
+    groups each, can train on all others: the most urgent first, of equal ones those in
+    `chosen`. `left` has, by group, the number of later steps that may train on it.
+    """
+    ranked, due = list(dict.fromkeys([*chosen, *left])), list[GroupId]()
+    for steps in range(max(left.values(), default=0) + 1):
+        urgent = [name for name in ranked if left[name] <= steps and name not in due]
+        due += urgent[: max(0, len(urgent) - steps * per_step)]
+    return due
 
 
 def evict(experiences: Sequence[Experience], *, version: int, max_groups: int) -> list[GroupId]:
@@ -190,10 +201,7 @@ def _rank(experience: Experience, name: Measured) -> float:
 def _drawn(
     buffer: list[Experience], wanted: int, version: int, draws: Sequence[float]
 ) -> list[Experience]:
-    """Draw one after another, without replacement.
-
-    Groups lie on the line in order of staleness, the freshest first.
-    """
+    """Draw without replacement from a line of groups, the freshest first."""
     if len(draws) < wanted:
         raise ValueError(f"draws must have a number for each of {wanted} groups, got {len(draws)}")
     if wrong := [draw for draw in draws if not 0 <= draw < 1]:

@@ -79,10 +79,8 @@ PRIOR_ERROR = 2.0
 """Standard deviation assumed for the prior's proportions, relative to the proportions.
 """
 
-
 LEAST_SHARE = 1e-3
 """Minimum fixed price as a share of the prior's, so that no step takes no time."""
-
 
 REMEMBERED = 0.9
 """Weight of earlier fits in the next one: the proportions of prices, which depend on
