@@ -11,16 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.record.journal import RunJournal
+from rollweave.core.core import Core
+from rollweave.envs.tasks import rules_of
+from rollweave.record.journal import JournalReader, RunJournal
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
 from rollweave_sim.clock import Clock
 from rollweave_sim.cores import slowdown
 from rollweave_sim.engine import Request, SimEngine
+from rollweave_sim.faults import MAX_EVENTS, STORM_S, Chaos
 from rollweave_sim.rerun import LENGTH, MeasuredTrainer
 from rollweave_sim.run import SimMetrics
+from rollweave_sim.scenarios import scenario, serving_of
 from rollweave_sim.timings import Reader, read_timings
 from rollweave_sim.trainer import SimTrainer
 from rollweave_sim.trial import try_out
@@ -273,3 +278,24 @@ def test_fewer_cores_take_more_time() -> None:
     ]
     assert seconds[0] == seconds[1], "three processes have a core each"
     assert seconds[1] < seconds[2] < seconds[3]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(12))
+def test_no_time_is_negative_whatever_fails_in_a_run(tmp_path: Path, seed: int) -> None:
+    config, path = scenario(seed), tmp_path / "journal.bin"
+    serving = serving_of(seed) if config.loans is not None else None
+    core = Core(config, rules=rules_of(config))
+    limits = {"storm_s": STORM_S, "max_events": MAX_EVENTS}
+    chaos = Chaos(config, serving, seed, path, core=core, **limits)
+    chaos.run()
+    chaos.close()
+    if JournalReader(path).snapshot() is not None:
+        with pytest.raises(ConfigError, match="must be the journal of a whole run"):
+            read_timings(path, config)
+        return
+    timings = read_timings(path, config, cores=seed % 3)
+    of_trainer = [seconds for _, seconds in timings.trained] + timings.published + timings.copied
+    of_engines = [turn.seconds for turn in timings.turns.turns] + timings.loaded + timings.swapped
+    assert min([*of_trainer, *of_engines, timings.worked.seconds], default=0.0) >= 0.0
+    assert all(turn.prompt_tokens >= 0 for turn in timings.turns.turns)
