@@ -221,9 +221,8 @@ class Replay:
         )
 
     def observe(self, observer: RunObserver) -> None:
-        """Replay a complete run to `observer`.
-
-        Raises ConfigError for a journal that was compacted.
+        """Replay a complete run to `observer`. Raises ConfigError for a compacted
+        journal.
         """
         if not self._from_start:
             raise ConfigError(f"{self._path} must be the journal of a whole run, got a later part")

@@ -1,11 +1,9 @@
 """Choose which groups of the experience buffer a training step uses, and which are
 evicted (Laminar §3.1, §6).
 
-The sampler picks groups for a batch by a strategy from here or a function of the
-user's, and eviction makes room. Invariants: chosen ids are ids of the given
-experiences, each at most once; a batch has exactly the requested number of groups, or
-none; equal inputs give equal choices (random draws are an input); ties go to the
-earlier arrival.
+Invariants: chosen ids are ids of the given experiences, each at most once; a batch has
+exactly the requested number of groups, or none; equal inputs give equal choices (random
+draws are an input); ties go to the earlier arrival.
 """
 
 import math
@@ -58,9 +56,8 @@ groups are measured for it.
 
 def is_measured(strategy: str | Rule) -> bool:
     """Return whether groups are measured before the strategy chooses among them."""
-    if callable(strategy):
-        return bool(getattr(strategy, "measures", False))
-    return strategy in get_args(Measured)
+    asks = bool(getattr(strategy, "measures", False))
+    return asks if callable(strategy) else strategy in get_args(Measured)
 
 
 def advantage(experience: Experience) -> float:

@@ -24,10 +24,12 @@ from rollweave.schema.config.values import (
     Count,
     Finite,
     Flag,
+    Many,
     NotNegative,
     Positive,
     PositiveInt,
     Section,
+    Spare,
     either,
     form,
     listed,
@@ -58,7 +60,7 @@ class TaskConfig(Section):
         1.0,
         description="Weight of the reward of its environment or handler beside [[rewards]].",
     )
-    group_size: PositiveInt | None = Field(
+    group_size: Many | None = Field(
         None, description="Trajectories in a group of this domain; rollout.group_size if unset."
     )
     options: dict[str, Any] = Field(
@@ -172,17 +174,17 @@ class RolloutConfig(Section):
         "partial: η of AReaL). Unset: 1 in modes bounded and partial; in mode decoupled unlimited "
         "(inherent staleness, Laminar §3).",
     )
-    groups_per_step: PositiveInt = Field(8, description="Groups in one training batch.")
-    group_size: PositiveInt = Field(8, description="Trajectories of one task in a group.")
+    groups_per_step: Many = Field(8, description="Groups in one training batch.")
+    group_size: Many = Field(8, description="Trajectories of one task in a group.")
     spare_groups: Annotated[
-        Count | Literal["learned"], either("be a whole number of at least 0, or learned")
+        Spare | Literal["learned"], either("be a whole number from 0 to 1000000, or learned")
     ] = Field(
         0,
         description="Groups launched beyond those that steps have a place for; the slowest are "
         "cancelled (sync, one_step, stream, bounded). learned: with dynamic_sampling, as many as "
         "replace those that were filtered in the step before, up to five batches (ROSE §6).",
     )
-    spare_members: Count = Field(
+    spare_members: Spare = Field(
         0, description="Members launched beyond group_size; the slowest are cancelled."
     )
     dynamic_sampling: Flag = Field(

@@ -24,6 +24,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 # More would leave no memory for their names alone.
 MAX_PROCESSES = 100_000
 Processes = Annotated[PositiveInt, Field(le=MAX_PROCESSES)]
+Many = Annotated[PositiveInt, Field(le=10 * MAX_PROCESSES)]  # of groups, or of their members
+Spare = Annotated[Count, Field(le=10 * MAX_PROCESSES)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
