@@ -18,15 +18,7 @@ from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefus
 from rollweave_sandbox import running
 from rollweave_sandbox.processes import Table, started
 from rollweave_sandbox.registry import Plain
-from tests.support.sandboxes import (
-    ISOLATING,
-    NAMES,
-    REAL_APPTAINER,
-    SPEC,
-    left_of,
-    opened,
-    sh,
-)
+from tests.support.sandboxes import ISOLATING, NAMES, REAL_APPTAINER, SPEC, left_of, opened, sh
 from tests.support.variants import mostly_extended
 
 WITHOUT_ZYGOTE = pytest.mark.parametrize(

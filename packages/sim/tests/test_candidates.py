@@ -66,11 +66,7 @@ PREDICTED = st.dictionaries(
 
 
 @settings(max_examples=examples(50))
-@given(
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.lists(st.sampled_from(DEGREES), unique=True),
-)
+@given(st.integers(1, 40), st.integers(1, 40), st.lists(st.sampled_from(DEGREES), unique=True))
 def test_splits_are_all_that_use_the_gpus(gpus: int, least: int, degrees: list[int]) -> None:
     divisions = splits({"": gpus}, {"": degrees}, {"": least})
     counts = trainer_counts(gpus - 1, least)

@@ -20,6 +20,7 @@ from rollweave.schema.work import Limits, Purpose, Task
 from rollweave_sim.clock import Clock
 from rollweave_sim.cost import TrainerCost
 from rollweave_sim.engine import SimEngine
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.fleet import SimFleet
 from rollweave_sim.hardware import gpu, link, model
 from rollweave_sim.kv import Request
@@ -330,7 +331,10 @@ class Resuming(World):
 
     def __init__(self, run_config: RunConfig, *, resume: bool, kill_s: float) -> None:
         super().__init__(
-            run_config, observer=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
+            run_config,
+            observer=NullObserver(),
+            work={"webshop": Long(RUN_TURN)},
+            keep_partial_turns=True,
         )
         execute, self.referee = self.effects.execute, Referee()
         self.turns = self.lost = self.resumed = 0
@@ -362,17 +366,6 @@ class Resuming(World):
             self.fleet.lose(up[self.lost % len(up)], "killed")
             self.lost += 1
         self.clock.after(self.kill_s, self.kill)
-
-
-class Deaf:
-    def warned(self, command: c.Warn) -> None:
-        return
-
-    def evaluated(self, command: c.RecordEvaluation) -> None:
-        return
-
-    def best(self, command: c.MarkBest) -> None:
-        return
 
 
 def test_a_run_with_dying_engines_keeps_the_contract_and_loses_less_time() -> None:

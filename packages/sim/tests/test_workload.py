@@ -124,11 +124,7 @@ def test_plans_keep_the_bounds_of_their_family(name: str) -> None:
             [(10, 5, 2.0), (10, 5, 2.0), (1, 0, 0.0)],
             StopReason.MAX_TOKENS,
         ),  # cut in the agent's words
-        (
-            28,
-            [(10, 5, 2.0), (10, 3, 2.0)],
-            StopReason.MAX_TOKENS,
-        ),  # cut within an observation
+        (28, [(10, 5, 2.0), (10, 3, 2.0)], StopReason.MAX_TOKENS),  # cut within an observation
         (40, [(10, 5, 2.0), (10, 5, 2.0), (10, 0, 0.0)], StopReason.MAX_TOKENS),
         (41, [(10, 5, 2.0), (10, 5, 2.0), (10, 0, 2.0)], StopReason.FINISHED),
     ],
