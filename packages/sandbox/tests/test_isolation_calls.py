@@ -5,13 +5,15 @@ visible in review. Nothing is mounted, and no namespace is entered.
 import ctypes
 import errno
 import os
+import resource
+import signal
 import struct
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from rollweave_sandbox import kernel, stage
+from rollweave_sandbox import confined_unpacking, kernel, stage
 
 MACHINE = os.uname().machine == "aarch64"
 QUIET, BIND, READ_ONLY = 0x2 | 0x8, 0x1000, 0x20 | 0x1000 | 0x1
@@ -176,3 +178,47 @@ def test_stage_mounts_what_the_root_names(way, calls, tmp_path):
     modes = [os.stat(f"{top}/{name}").st_mode & 0o7777 for name in ("tmp", "proc", "sys")]
     assert modes == [0o1777, 0o755, 0o755]
     assert not copied or [Path(top, name).read_text() for name in "ab"] == layers
+
+
+@pytest.mark.parametrize("way", ["child", "parent", "no namespaces", "another owner"])
+def test_confined_unpacking_gives_up_everything_but_its_folder(way, calls, monkeypatch, tmp_path):
+    def leave(status):
+        raise SystemExit(status)
+
+    def unshare(_):
+        if way == "no namespaces":
+            raise PermissionError
+
+    top = str(tmp_path)
+    calls.note(kernel, "die_with_parent", "mount", "pivot_root", "drop_capabilities")
+    calls.note(kernel, "no_new_privileges", "load_filter")
+    calls.note(kernel, "unshare", result=unshare)
+    calls.note(confined_unpacking.resource, "setrlimit")
+    calls.note(signal, "pthread_sigmask", "signal")
+    calls.note(os, "_exit", result=leave)
+    calls.note(os, "open", result=lambda *_: 50)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(os, "fork", lambda: 77 * (way == "parent"))
+    monkeypatch.setattr(os, "waitpid", lambda pid, _: (pid, 9))
+    monkeypatch.setattr(confined_unpacking, "bpf_filter", lambda: b"filter")
+    started = [("die_with_parent", signal.SIGTERM)]
+    limited = [("setrlimit", resource.RLIMIT_AS, (1 << 30, 1 << 30))]
+    limited += [("setrlimit", resource.RLIMIT_CORE, (0, 0)), ("unshare", 0x6C020000)]
+    block, unblock = (
+        ("pthread_sigmask", how, {signal.SIGTERM}) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+    )
+    own = [("mount", "none", "/", 0x44000), ("mount", top, top, BIND), ("pivot_root", top)]
+    ended = [("drop_capabilities",), ("no_new_privileges",), ("load_filter", b"filter")]
+    opened = ("open", "/" if way == "child" else top, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if way in ("parent", "another owner"):
+        with pytest.raises(SystemExit, match="1"):
+            confined_unpacking.confine(top, os.getppid() + (way == "another owner"))
+        waits = (
+            [block, ("signal", signal.SIGTERM, calls[-3][2]), unblock] if way == "parent" else []
+        )
+        assert calls == [*started, *(limited if waits else []), *waits, ("_exit", 1)]
+        return
+    assert confined_unpacking.confine(top, os.getppid()) == 50
+    calls[-4] = (*calls[-4][:2], calls[-4][2] & opened[2])
+    rest = [block, unblock, *own] if way == "child" else []
+    assert calls == [*started, *limited, *rest, opened, *ended]

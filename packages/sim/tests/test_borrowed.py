@@ -15,8 +15,9 @@ from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave_sim import serving
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.lender import ACTIVATION_S
-from rollweave_sim.run import Outcome, SimMetrics, simulate
+from rollweave_sim.run import Outcome, simulate
 from rollweave_sim.serving import ServingCluster
 from rollweave_sim.world import World
 
@@ -38,12 +39,8 @@ def test_borrowed_engines_make_rollouts_faster_within_the_limits_of_users() -> N
 
 
 def test_users_are_spread_over_engines_that_are_equally_idle() -> None:
-    metrics = SimMetrics()
-    world = World(config(most=0), observer=metrics, serving=lenders(rate=1.0))
-    metrics.watch(world)
-    world.start()
-    while world.over is None:
-        world.step()
+    world = World(config(most=0), observer=NullObserver(), serving=lenders(rate=1.0))
+    world.run()
     assert isinstance(world.lending, ServingCluster)
     engines = world.lending.lenders.values()
     busy = [one.serving_s for one in engines if one.phase == "decode"]
@@ -56,14 +53,12 @@ def test_a_way_of_sharing_that_is_not_installed_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(serving, "entry_points", lambda group: ())
     file = lenders(sharing="spot", model=None, prefill=0, rate=None)
     with pytest.raises(ConfigError, match="needs the package rollweave-papers"):
-        World(config(), observer=SimMetrics(), serving=file)
+        World(config(), observer=NullObserver(), serving=file)
 
 
 def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> None:
     watch = Watch()
-    metrics = SimMetrics()
-    world = World(config(), observer=metrics, journal=watch, serving=lenders())
-    metrics.watch(world)
+    world = World(config(), observer=NullObserver(), journal=watch, serving=lenders())
     world.each_event = world.core.check
     world.start()
     serving = world.lending
@@ -106,9 +101,7 @@ def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> Non
 @pytest.mark.parametrize("policies", [(), ("earliest",)])
 def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[str, ...]) -> None:
     """Its own engine is lost, and then those that stood in for it are recalled."""
-    metrics = SimMetrics()
-    world = World(config(changes=policies), observer=metrics, serving=lenders())
-    metrics.watch(world)
+    world = World(config(changes=policies), observer=NullObserver(), serving=lenders())
     world.each_event = world.core.check
     world.start()
     serving, state = world.lending, world.core.state
@@ -138,9 +131,7 @@ def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[
 def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
     run_config = config()
     with RunJournal(tmp_path / "journal.bin") as journal:
-        metrics = SimMetrics()
-        world = World(run_config, observer=metrics, journal=journal, serving=lenders())
-        metrics.watch(world)
+        world = World(run_config, observer=NullObserver(), journal=journal, serving=lenders())
         world.start()
 
         def lent() -> int:
@@ -162,9 +153,7 @@ def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
 
 
 def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
-    metrics = SimMetrics()
-    world = World(config(), observer=metrics, serving=lenders())
-    metrics.watch(world)
+    world = World(config(), observer=NullObserver(), serving=lenders())
     world.start()
     assert world.lending is not None
     while not any(engine.lender for engine in world.core.state.engines.values()):

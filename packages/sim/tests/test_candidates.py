@@ -1,8 +1,8 @@
 """Candidates of `rollweave advise`, and the choice among their predictions."""
 
 import itertools
+from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,19 +39,10 @@ PACINGS = [
 
 
 def prediction(step_s: float, **fields: object) -> Prediction:
-    made = Prediction(
-        step_s=step_s,
-        step_tokens=1.0,
-        staleness=0.0,
-        stalest=0,
-        engines={},
-        trainer={},
-        kv_used=0.0,
-        dropped=0.0,
-        fastest_s=step_s,
-        slowest_s=step_s,
-    )
-    return msgspec.structs.replace(made, **fields)
+    nothing: dict[str, Any] = {"staleness": 0.0, "stalest": 0, "engines": {}, "trainer": {}}
+    seconds = dict.fromkeys(("step_s", "fastest_s", "slowest_s"), step_s)
+    shares = {"step_tokens": 1.0, "kv_used": 0.0, "dropped": 0.0}
+    return Prediction(**{**nothing, **seconds, **shares, **fields})
 
 
 def candidate(trainer: int, pacing: Pacing) -> Candidate:

@@ -19,7 +19,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave_sim.cost import EngineCosts
 from rollweave_sim.faults import NullObserver
 from rollweave_sim.fleet import kv_room
-from rollweave_sim.run import Outcome, SimMetrics, directory_of, simulate
+from rollweave_sim.run import Outcome, directory_of, simulate
 from rollweave_sim.world import World, costs_of, workloads_of
 from tests.support.properties import checked_every
 from tests.support.simulation import config
@@ -47,9 +47,7 @@ def test_engines_take_the_slots_of_their_own_profile(tmp_path: Path) -> None:
         for slots, degree in (("profiled", 1), ("profiled", 2), (7, 1))
     ]
     run_config = RunConfig.model_validate({**values, "engines": groups})
-    metrics = SimMetrics()
-    world = World(run_config, observer=metrics)
-    metrics.watch(world)
+    world = World(run_config, observer=NullObserver())
     world.run()
     engines = world.core.state.engines.values()
     costs, _ = costs_of(run_config)
@@ -282,7 +280,7 @@ def test_engines_stop_for_the_swap_only(tmp_path: Path, mode: str) -> None:
 
 def test_each_event_is_followed_by_the_hook_of_checks(tmp_path: Path) -> None:
     seen: list[float] = []
-    world = World(config(tmp_path), observer=SimMetrics())
+    world = World(config(tmp_path), observer=NullObserver())
     world.each_event = lambda: seen.append(world.clock.now)
     world.start()
     while world.events < 50:
