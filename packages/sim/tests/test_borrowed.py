@@ -14,7 +14,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave_sim import serving
+from rollweave_sim import command_simulate, serving
 from rollweave_sim.faults import NullObserver
 from rollweave_sim.lender import ACTIVATION_S
 from rollweave_sim.run import Outcome, simulate
@@ -182,7 +182,24 @@ def test_bad_serving_is_one_line(change: dict[str, Any], message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_a_seed_always_gives_the_same_users_and_waits() -> None:
+SHOWN = """
+steps 2 in 1 min 27 s of simulated time, 1,013 events
+step time 14.6 s (median)
+tokens 314 sampled/s, 3,698 trained/s
+engines (1 GPUs) working 26.5%, no work: enough rollouts are under way 46.6%, waiting for stragglers 17.9%, starting 5.3%, waiting for environments 2.0%, loading new weights 1.6%
+trainer working 2.2%, waiting for a batch 43.8%, evaluation and end 33.0%, saving a checkpoint 20.9%, publishing weights 0.2%
+KV cache 9 tokens
+KV in use 0.0% by running turns at the start of a step
+staleness 0: 100.0%
+weights 10 updates of engines, which stopped for 4.10 s; 4.10 s of transfer into engines
+serving 47 requests: P99 493 ms to the first token, 122.9 ms for each further one; late 0.00% and 0.00%
+serving engines served 20.7% of the time, computed rollouts 19.5%; 0 turns given back, 0 cuts of memory, 0 stalls
+trajectories 32 started = 32 trained + 0 dropped + 0 buffered + 0 cancelled
+cost 0.2 GPU-hours on 9 GPUs
+"""
+
+
+def test_a_seed_always_gives_the_same_users_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
     """If a change is meant, take the figures that the failure prints."""
     found = run(config())
     assert found.serving is not None
@@ -195,3 +212,8 @@ def test_a_seed_always_gives_the_same_users_and_waits() -> None:
     assert shares == pytest.approx((0.2067803, 0.1951411, 86.904), 1e-5)
     _, memory = serving._engine(config(), lenders())
     assert (memory.total, memory.kv) == (85899345920.0, 43697990656.0)
+    command_simulate.show(found, kv="9 tokens")
+    assert capsys.readouterr().out.split() == SHOWN.split()
+    figures = command_simulate.figures(found)
+    assert [*figures["step_s"], figures["gpu_hours"]] == pytest.approx([14.608, 0.21726])
+    assert (figures["staleness"], figures["gpus"], figures["steps"]) == ({0: 32}, 9, 2)

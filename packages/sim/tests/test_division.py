@@ -72,6 +72,7 @@ def test_a_run_gives_places_to_its_trainer_where_that_pays() -> None:
     fixed, nothing = run(2, 4, steps=24)
     assert nothing == []
     assert moving.clock.now < fixed.clock.now
+    assert (round(moving.clock.now, 3), round(fixed.clock.now, 3)) == (1591.831, 1681.323)
 
 
 @pytest.mark.timeout(300)

@@ -62,6 +62,7 @@ def test_a_run_moves_engines_to_prefill_where_that_pays() -> None:
     assert phases.count("prefill") == 1 + len(said)
     fixed, _ = run({"phase": "prefill", "count": 1}, {"phase": "decode", "count": 5})
     assert moving.clock.now < fixed.clock.now
+    assert (round(moving.clock.now, 3), round(fixed.clock.now, 3)) == (893.36, 897.124)
 
 
 def test_a_run_that_ends_soon_moves_nothing() -> None:

@@ -28,6 +28,9 @@ def test_a_seed_gives_the_same_requests_and_another_one_others() -> None:
     first, again, other = (list(itertools.islice(drawn(5.0, seed=seed), 50)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
+    late = next(itertools.islice(drawn(5.0, seed=1), 20_000, None))
+    pinned = [(round(one.at, 4), one.prompt_tokens, one.output_tokens) for one in (first[9], late)]
+    assert pinned == [(2.8858, 755, 660), (3625.7413, 585, 418)]
 
 
 def test_a_trace_with_dates_begins_at_its_first_request(tmp_path: Path) -> None:

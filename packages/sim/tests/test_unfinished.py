@@ -91,26 +91,12 @@ class Stage:
             trace=None,
             keep_partial_turns=keep_partial_turns,
         )
-        self.fleet.start(
-            [e.EngineSlot(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]]
-        )
-        self.rollouts.start_init(
-            c.StartInit(
-                trajectory_id=TrajectoryId("g0.0"),
-                attempt=0,
-                group_id=GroupId("g0"),
-                member=0,
-                task=Task(
-                    id=TaskId("t"),
-                    env="long",
-                    seed=0,
-                    tag="long",
-                    limits=Limits(max_turns=4, max_tokens=8000, max_turn_tokens=TURN),
-                ),
-                purpose=Purpose.TRAIN,
-                initiated_version=0,
-            )
-        )
+        self.fleet.start([e.EngineSlot(id=EngineId(f"e{n}")) for n in range(engines)])
+        limits = Limits(max_turns=4, max_tokens=8000, max_turn_tokens=TURN)
+        task = Task(id=TaskId("t"), env="long", seed=0, tag="long", limits=limits)
+        key = {"trajectory_id": TrajectoryId("g0.0"), "attempt": 0, "group_id": GroupId("g0")}
+        start = {"member": 0, "task": task, "purpose": Purpose.TRAIN, "initiated_version": 0}
+        self.rollouts.start_init(c.StartInit(**key, **start))
         self.until(1.0)
         self.rollouts.start_run(c.StartRun(trajectory_id=TrajectoryId("g0.0"), attempt=0))
 
