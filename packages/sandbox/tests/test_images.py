@@ -130,12 +130,8 @@ def test_bounds_bytes_and_seconds_of_a_source(
             fetching.get("0" * 64)
         over.set()
     assert os.listdir(tmp_path) == []
-    for wrong in (
-        {"limit_bytes": 0},
-        {"limit_s": 0.0},
-        {"limit_s": float("inf")},
-        {"mirror": "ftp://x"},
-    ):
+    infinite = {"limit_s": float("inf")}
+    for wrong in ({"limit_bytes": 0}, {"limit_s": 0.0}, infinite, {"mirror": "ftp://x"}):
         with pytest.raises(ValueError, match="must be"):
             Blobs(tmp_path, **wrong)  # type: ignore[arg-type]
 
@@ -187,13 +183,8 @@ def test_a_peer_serves_blobs_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "secret").write_text("secret")
     with BlobServer(tmp_path / "blobs") as peer:
-        for path in (
-            "/blobs/sha256/../../secret",
-            "/secret",
-            "/blobs/sha256/%2e%2e/secret",
-            "/blobs/sha256/" + "0" * 64,
-            "/",
-        ):
+        inner = (f"/blobs/sha256/{name}" for name in ("../../secret", "%2e%2e/secret", "0" * 64))
+        for path in (*inner, "/secret", "/"):
             connection = http.client.HTTPConnection(peer.url.removeprefix("http://"))
             connection.request("GET", path)
             assert connection.getresponse().status == 404

@@ -8,12 +8,13 @@ import os
 import resource
 import signal
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from rollweave_sandbox import confined_unpacking, kernel, stage
+from rollweave_sandbox import confined_unpacking, kernel, stage, zygote_process
 
 MACHINE = os.uname().machine == "aarch64"
 QUIET, BIND, READ_ONLY = 0x2 | 0x8, 0x1000, 0x20 | 0x1000 | 0x1
@@ -47,6 +48,10 @@ def plain(value):
     value = value.value if isinstance(value, ctypes._SimpleCData) else value
     is_link = isinstance(value, str) and value.startswith("/proc/self/fd/")
     return os.readlink(value) if is_link else value
+
+
+def leave(status):
+    raise SystemExit(status)
 
 
 def test_kernel_calls_have_the_kernels_numbers(calls, monkeypatch, tmp_path):
@@ -182,9 +187,6 @@ def test_stage_mounts_what_the_root_names(way, calls, tmp_path):
 
 @pytest.mark.parametrize("way", ["child", "parent", "no namespaces", "another owner"])
 def test_confined_unpacking_gives_up_everything_but_its_folder(way, calls, monkeypatch, tmp_path):
-    def leave(status):
-        raise SystemExit(status)
-
     def unshare(_):
         if way == "no namespaces":
             raise PermissionError
@@ -222,3 +224,50 @@ def test_confined_unpacking_gives_up_everything_but_its_folder(way, calls, monke
     calls[-4] = (*calls[-4][:2], calls[-4][2] & opened[2])
     rest = [block, unblock, *own] if way == "child" else []
     assert calls == [*started, *limited, *rest, opened, *ended]
+
+
+@pytest.mark.parametrize("child", [True, False])
+def test_zygote_process_gives_up_everything_before_it_serves(child, calls, monkeypatch):
+    """The server has the network and packages here, and its init has not."""
+    forks, statuses = iter([0, 0] if child else [0, 77]), iter([(76, 0), (77, 9)])
+    for name in ("cells", "ours"):
+        monkeypatch.setitem(sys.modules, name, name)
+    calls.note(os, "_exit", result=leave)
+    calls.note(os, "close", "setsid", "chdir", "umask", "dup2")
+    calls.note(os, "open", result=lambda *_: 50)
+    calls.note(kernel, "unshare", "die_with_parent", "set_hostname", "pivot_root", "mount")
+    calls.note(kernel, "drop_capabilities", "no_new_privileges", "load_filter", "set_dumpable")
+    calls.note(zygote_process, "map_user", "_loopback_up")
+    changed = [(os, "fork", lambda: next(forks)), (os, "wait", lambda: next(statuses))]
+    changed += [(os, "environ", {"OURS": "1"}), (zygote_process, "masked", lambda: ["keys"])]
+    changed += [
+        (zygote_process, "bpf_filter", lambda: b"filter"),
+        (zygote_process, "_forgotten", []),
+    ]
+    changed += [(zygote_process, "_ours", ["ours"]), (zygote_process, "_preloaded", ["cells"])]
+    for change in changed:
+        monkeypatch.setattr(*change)
+    inside = {"root": "/r", "uid": 1000, "network": child, "hostname": "box"}
+    inside |= {"workdir": "/w", "env": {"A": "b"}, "preloaded": child}
+    with pytest.raises(SystemExit, match=f"^{1 if child else 137}$"):
+        zygote_process.enter({"inside": inside}, lambda words: calls.append(("serve", *words)))
+    serving = [("set_dumpable", 0), ("umask", 0o022), ("chdir", "/w"), ("serve", "--fd", "3")]
+    ended = (
+        [*serving, ("_exit", 1)] if child else [("close", 3), ("set_dumpable", 0), ("_exit", 137)]
+    )
+    locked = READ_ONLY | 0x2 | 0x8 | 0x4
+    assert calls == [
+        *[("close", 4), ("unshare", 0x3E020000 if child else 0x7E020000)],
+        *[("map_user", 1000, os.getuid(), 1000, os.getgid()), ("die_with_parent", signal.SIGKILL)],
+        *([] if child else [("_loopback_up",)]),
+        *[("set_hostname", "box"), ("mount", "/r", "/r", 0x1000 | 0x4000)],
+        ("mount", "proc", "/r/proc", "proc", QUIET | 0x4),
+        ("mount", "/r/dev/null", "/r/proc/keys", BIND),
+        ("mount", "/r/proc/sys", "/r/proc/sys", BIND),
+        *[("mount", "none", path, locked) for path in ("/r/proc/sys", "/r/proc")],
+        *[("pivot_root", "/r"), ("open", "/dev/null", os.O_RDWR), ("dup2", 50, 0), ("dup2", 50, 1)],
+        *[("close", 50), ("setsid",), ("drop_capabilities",), ("no_new_privileges",)],
+        *[("load_filter", b"filter"), *ended],
+    ]
+    assert zygote_process._forgotten == ["ours", *([] if child else ["cells"])]
+    assert os.environ == ({"A": "b"} if child else {"OURS": "1"})

@@ -328,4 +328,4 @@ def test_a_run_is_compared_with_fewer_engines_and_other_modes() -> None:
     made = table.rearranged(other)
     assert (made.rollout.mode.value, made.rollout.alpha) == ("sync", None)
     assert (made.engines[0].count, made.engines[0].degree) == (other.split.engines[0].count, 2)
-    assert made.eval.final_episodes == 0
+    assert (made.eval.final_episodes, table.rearranged(table.itself).rollout.alpha) == (0, 1)
