@@ -15,7 +15,7 @@ from rollweave_sandbox import supervisor
 from rollweave_sandbox.cgroups import REMOVE_S
 from rollweave_sandbox.kernel import SHM_BYTES
 from rollweave_sandbox.processes import Process, Table
-from rollweave_sandbox.supervisor import KILLED, OVERDUE, STOPPED, SpareProcess
+from rollweave_sandbox.supervisor import KILLED, OVERDUE, STOPPED, SpareProcess, UnreadRequest
 
 KILL, TERM, CONT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGCONT, signal.SIGSTOP
 
@@ -267,11 +267,7 @@ def test_requests_go_to_the_spare_or_to_a_new_process(world, monkeypatch):
 def test_requests_are_served_until_the_owner_ends_and_all_sandboxes_with_it(world, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_, **__: None)
-    for request in (
-        START | {"drop": False},
-        {"do": "freeze", "id": "1"},
-        {"do": "kill", "id": "1"},
-    ):
+    for request in (START | {"drop": False}, *({"do": do, "id": "1"} for do in ("freeze", "kill"))):
         world.owner.send(json.dumps(request).encode())
     world.owner.shutdown(socket.SHUT_WR)
     groups, world.table = world.supervisor._groups, {11: member(11)}
@@ -280,3 +276,48 @@ def test_requests_are_served_until_the_owner_ends_and_all_sandboxes_with_it(worl
     assert (world.received()["event"], len(world.ends), groups.calls) == ("done", 1, ["remove"])
     sent = [sent for sent in world.signals if sent not in ((30, STOP), (30, KILL))]
     assert sent == [*[(11, KILL), 0.005] * 2, (11, KILL)]
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_a_fork_becomes_its_sandbox_step_by_step(world, root, monkeypatch):
+    steps = []
+
+    def note(where, *names, result=None):
+        for name in names:
+            call = lambda *given, name=name: (steps.append((name, *given)), result)[1]  # noqa: E731
+            monkeypatch.setattr(where, name, call)
+
+    note(supervisor, "_leave_supervisor", "_prefer_for_oom_kill", "name_account")
+    note(supervisor, "_arrange", "limit")
+    note(supervisor, "stage", result=(writes := os.dup(0), False))
+    note(os, "setgroups", "setresgid", "setresuid", "chdir", "execve", "_exit")
+    note(supervisor.kernel, "set_dumpable", "die_with_parent")
+    note(world.supervisor, "_enter")
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    private, request = os.memfd_create("private"), {"id": "7", "uid": 5 if root else None}
+    content = {"argv": ["/a", "b"], "env": {"A": "1"}, "account": True, "rlimits": {"NPROC": 4}}
+    content |= {"root": {"layers": ["/l"]}} if root else {"argv": []}
+    os.write(private, json.dumps(content).encode())
+    socket.send_fds(near, [json.dumps(request).encode()], [0, 1, private])
+    other = world.add(record(unread=UnreadRequest({}, [private], socket.socket())))
+    world.supervisor._become(far, 3, Groups(calls=steps))
+    data, fds, _, _ = socket.recv_fds(world.owner, 4096, 2)
+    staged = {"id": "7", "event": "staged", "pid": os.getpid(), "has_root": not root}
+    assert (json.loads(data), len(fds), near.recv(9)) == (staged, int(root), b".")
+    assert other.unread.acknowledgment.fileno() == -1
+    _, channel, errors = next(step for step in steps if step[0] == "_arrange")
+    expected = [("_leave_supervisor", 3), "join", ("_prefer_for_oom_kill",)]
+    if root:
+        expected += [("stage", supervisor.Root(layers=["/l"]), "/place", 5)]
+        expected += [("name_account", 5, "/place"), ("setgroups", []), ("setresgid", 5, 5, 5)]
+        expected += [("setresuid", 5, 5, 5), ("set_dumpable", 1), ("die_with_parent", KILL)]
+    expected += [("_arrange", channel, errors), ("limit", {"NPROC": 5})]
+    if root:
+        expected += [("chdir", "/"), ("execve", "/a", ["/a", "b"], {"A": "1"})]
+    entered = {**request, **content}
+    assert steps == [*expected, ("_enter", entered), ("_exit", 1)]
+    assert channel < errors
+    for fd in (*fds, channel, errors, errors + 1, writes):
+        os.close(fd)
+    near.close()
+    far.close()
