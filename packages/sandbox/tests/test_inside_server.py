@@ -36,7 +36,7 @@ def streams(reply: Reply) -> tuple[bytes, bytes]:
 async def test_a_program_gets_its_input_folder_and_environment(tmp_path: Path) -> None:
     async with served() as channel:
         command = ("sh", "-c", 'cat; pwd; echo "$NAME" >&2; exit 3')
-        given = {"cwd": str(tmp_path), "env": {"NAME": "value"}}
+        given: dict[str, Any] = {"cwd": str(tmp_path), "env": {"NAME": "value"}}
         reply = await run(channel, *command, body=b"in\n", **given)
         assert streams(reply) == (f"in\n{tmp_path}\n".encode(), b"value\n")
         ended = [reply.header[name] for name in ("rc", "timed_out", "truncated")]

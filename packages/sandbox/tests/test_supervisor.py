@@ -46,7 +46,7 @@ def record(pid=10, **changes):
 
 class World:
     """A supervisor among the processes `table`: of sandbox 10, 11 is the server and 12
-    a command. Every third fork fails.
+    a command. Three processes can be forked.
     """
 
     def __init__(self, patch):

@@ -39,10 +39,11 @@ PACINGS = [
 
 
 def prediction(step_s: float, **fields: object) -> Prediction:
-    nothing: dict[str, Any] = {"staleness": 0.0, "stalest": 0, "engines": {}, "trainer": {}}
+    nothing = {"staleness": 0.0, "stalest": 0, "engines": {}, "trainer": {}}
     seconds = dict.fromkeys(("step_s", "fastest_s", "slowest_s"), step_s)
     shares = {"step_tokens": 1.0, "kv_used": 0.0, "dropped": 0.0}
-    return Prediction(**{**nothing, **seconds, **shares, **fields})
+    made: dict[str, Any] = {**nothing, **seconds, **shares, **fields}
+    return Prediction(**made)
 
 
 def candidate(trainer: int, pacing: Pacing) -> Candidate:

@@ -10,7 +10,7 @@ import pytest
 
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.base import EngineId, TaskId, TrajectoryId
 from rollweave.schema.commands import Command
 from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.config.root import RunConfig
@@ -94,9 +94,9 @@ class Stage:
         self.fleet.start([e.EngineSlot(id=EngineId(f"e{n}")) for n in range(engines)])
         limits = Limits(max_turns=4, max_tokens=8000, max_turn_tokens=TURN)
         task = Task(id=TaskId("t"), env="long", seed=0, tag="long", limits=limits)
-        key = {"trajectory_id": TrajectoryId("g0.0"), "attempt": 0, "group_id": GroupId("g0")}
-        start = {"member": 0, "task": task, "purpose": Purpose.TRAIN, "initiated_version": 0}
-        self.rollouts.start_init(c.StartInit(**key, **start))
+        start: dict[str, Any] = {"trajectory_id": "g0.0", "attempt": 0, "group_id": "g0"}
+        start |= {"member": 0, "task": task, "purpose": Purpose.TRAIN, "initiated_version": 0}
+        self.rollouts.start_init(c.StartInit(**start))
         self.until(1.0)
         self.rollouts.start_run(c.StartRun(trajectory_id=TrajectoryId("g0.0"), attempt=0))
 
