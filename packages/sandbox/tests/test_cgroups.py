@@ -166,11 +166,8 @@ async def test_a_request_that_a_killed_spare_process_has_not_read_is_not_lost(na
 
 
 ATTACKS = (
-    "memory of page tables",
-    "memory of many processes",
-    "many empty files",
-    "all terminals",
-    "fork bomb",
+    *("memory of page tables", "memory of many processes", "many empty files"),
+    *("all terminals", "fork bomb"),
 )
 
 WITHOUT = f"""
@@ -291,29 +288,17 @@ def test_missing_controllers_are_reported_with_reasons(tree: Version2) -> None:
     groups.close()
 
 
-def test_version_2_distinguishes_its_limit_from_a_full_machine(tmp_path: Path) -> None:
-    group = cgroups.Group({"memory": (2, str(tmp_path))})
+@pytest.mark.parametrize("version", [1, 2])
+def test_its_limit_is_distinguished_from_a_full_machine(version: int, tmp_path: Path) -> None:
+    group = cgroups.Group({"memory": (version, str(tmp_path))})
     assert not group.out_of_memory()
-    for events, own in (
-        ("oom 0\noom_kill 0", False),
-        ("oom 0\noom_kill 3", False),
-        ("oom 1\noom_kill 1", True),
-    ):
-        (tmp_path / "memory.events").write_text(events)
-        assert group.out_of_memory() is own
-
-
-def test_version_1_distinguishes_its_limit_from_a_full_machine(tmp_path: Path) -> None:
-    group = cgroups.Group({"memory": (1, str(tmp_path))})
     (tmp_path / "memory.limit_in_bytes").write_text(str(64 * MIB))
-    for most, kills, own in (
-        (64 * MIB, 0, False),
-        (10 * MIB, 1, False),
-        (64 * MIB - 4096, 1, True),
+    for most, full, kills, own in (
+        *[(64 * MIB, 0, 0, False), (60 * MIB - 1, 0, 3, False)],
+        *[(60 * MIB, 1, 1, True), (64 * MIB - 4096, 2, 2, True)],
     ):
-        (tmp_path / "memory.oom_control").write_text(
-            f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"
-        )
+        (tmp_path / "memory.events").write_text(f"oom {full}\noom_kill {kills}\n")
+        (tmp_path / "memory.oom_control").write_text(f"under_oom 0\noom_kill {kills}\n")
         (tmp_path / "memory.max_usage_in_bytes").write_text(str(most))
         assert group.out_of_memory() is own
 

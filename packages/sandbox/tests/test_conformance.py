@@ -18,15 +18,7 @@ from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefus
 from rollweave_sandbox import running
 from rollweave_sandbox.processes import Table, started
 from rollweave_sandbox.registry import Plain
-from tests.support.sandboxes import (
-    ISOLATING,
-    NAMES,
-    REAL_APPTAINER,
-    SPEC,
-    left_of,
-    opened,
-    sh,
-)
+from tests.support.sandboxes import ISOLATING, NAMES, REAL_APPTAINER, SPEC, left_of, opened, sh
 from tests.support.variants import mostly_extended
 
 WITHOUT_ZYGOTE = pytest.mark.parametrize(
@@ -241,12 +233,8 @@ async def test_a_snapshot_of_selected_paths_has_nothing_else(backend: Backend) -
     seen = await sh(full_branch, "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out")
     assert seen == "4\n3\n"
     for only, at in (
-        (["../x"], "/taken"),
-        (["/etc"], "/taken"),
-        ([""], "/taken"),
-        (["a"], ""),
-        (["a"], "taken"),
-        ((), "/taken"),
+        *((["../x"], "/taken"), (["/etc"], "/taken"), ([""], "/taken")),
+        *((["a"], ""), (["a"], "taken"), ((), "/taken")),
     ):
         with pytest.raises(ValueError, match="must"):
             await first.snapshot(only=only, at=at)

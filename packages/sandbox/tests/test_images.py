@@ -70,17 +70,20 @@ class _Liar(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-@pytest.fixture(params=[True, False])
-def liar(request: pytest.FixtureRequest) -> Iterator[str]:
-    class Handler(_Liar):
-        torn = request.param
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(params=[True, False])
+def liar(request: pytest.FixtureRequest) -> Iterator[str]:
+    with serving(type("Handler", (_Liar,), {"torn": request.param})) as url:
+        yield url
 
 
 def test_fetches_from_a_mirror_and_keeps_no_wrong_bytes(tmp_path: Path, liar: str) -> None:
@@ -120,26 +123,15 @@ class _Endless(BaseHTTPRequestHandler):
 def test_bounds_bytes_and_seconds_of_a_source(
     tmp_path: Path, sent: bytes, limit_s: float, message: str
 ) -> None:
-    class Handler(_Endless):
-        chunk, over = sent, threading.Event()
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        mirror = f"http://127.0.0.1:{server.server_address[1]}"
+    over = threading.Event()
+    with serving(type("Handler", (_Endless,), {"chunk": sent, "over": over})) as mirror:
         fetching = Blobs(tmp_path, mirror=mirror, limit_bytes=1 << 16, limit_s=limit_s)
         with pytest.raises(SandboxError, match=message):
             fetching.get("0" * 64)
-        Handler.over.set()
-        server.shutdown()
-        thread.join()
+        over.set()
     assert os.listdir(tmp_path) == []
-    for wrong in (
-        {"limit_bytes": 0},
-        {"limit_s": 0.0},
-        {"limit_s": float("inf")},
-        {"mirror": "ftp://x"},
-    ):
+    infinite = {"limit_s": float("inf")}
+    for wrong in ({"limit_bytes": 0}, {"limit_s": 0.0}, infinite, {"mirror": "ftp://x"}):
         with pytest.raises(ValueError, match="must be"):
             Blobs(tmp_path, **wrong)  # type: ignore[arg-type]
 
@@ -191,13 +183,8 @@ def test_a_peer_serves_blobs_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "secret").write_text("secret")
     with BlobServer(tmp_path / "blobs") as peer:
-        for path in (
-            "/blobs/sha256/../../secret",
-            "/secret",
-            "/blobs/sha256/%2e%2e/secret",
-            "/blobs/sha256/" + "0" * 64,
-            "/",
-        ):
+        inner = (f"/blobs/sha256/{name}" for name in ("../../secret", "%2e%2e/secret", "0" * 64))
+        for path in (*inner, "/secret", "/"):
             connection = http.client.HTTPConnection(peer.url.removeprefix("http://"))
             connection.request("GET", path)
             assert connection.getresponse().status == 404

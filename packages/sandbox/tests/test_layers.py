@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollweave_sandbox.layers import DEPTH, Copy, LayerError, remove
+from rollweave_sandbox.layers import DEPTH, Copy, LayerError, leads_out, remove
 from tests.support.properties import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "\udcff", "x y"])
@@ -77,8 +77,12 @@ def test_nothing_of_a_copy_raises_privileges_or_blocks(tmp_path: Path) -> None:
     os.mkfifo(source / "fifo")
     (source / "skipped").mkdir()
     (source / "skipped" / "file").write_bytes(b"x")
+    (source / "skipped").chmod(0o1055)
+    os.utime(source / "program", ns=(3, 7 * 10**9))
     copied(source, target, skip=frozenset({"skipped/file"}))
-    assert stat.S_IMODE((target / "program").stat().st_mode) == 0o755
+    seen = [(target / name).stat() for name in ("program", "skipped")]
+    assert [stat.S_IMODE(status.st_mode) for status in seen] == [0o755, 0o1755]
+    assert (seen[0].st_atime_ns, seen[0].st_mtime_ns) == (3, 7 * 10**9)
     assert sorted(os.listdir(target)) == ["program", "skipped"]
     assert os.listdir(target / "skipped") == []
 
@@ -109,3 +113,10 @@ def test_depth_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     with pytest.raises(LayerError, match="at most 100 deep"):
         copied(tmp_path / "from", tmp_path / "to")
+
+
+@pytest.mark.parametrize("link", ["a", "./a//b", "..", "../a", "../../a", "a/..", "../a/..", "/a"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_link_may_lead_as_far_up_as_its_folder_is_deep(link: str, depth: int) -> None:
+    ups = link.count("..") if link.startswith("..") and not link.endswith("a/..") else 0
+    assert leads_out(link, depth) is (link in ("a/..", "../a/..", "/a") or ups > depth)

@@ -62,6 +62,9 @@ def test_page_tables_count_as_memory() -> None:
         area.madvise(mmap.MADV_NOHUGEPAGE)
         assert {area[at] for at in range(0, len(area), 1 << 21)} == {0}
         used, most, resident = now()
+        own = process(os.getpid())
+        assert own is not None
+        assert 1 << 25 <= own.table_bytes() < 1 << 26
     assert used - before >= (1 << 25) - (resident - resident_before) - (1 << 20)
     assert most >= used
 

@@ -92,23 +92,14 @@ def expected(machine: str, number: int, args: tuple[int, ...]) -> int:
 
 
 INTERESTING = [
-    0,
-    1,
-    2,
-    8,
-    10,
-    16,
-    17,
-    40,
-    132,
-    0x5412,
-    0x541C,
-    0x5423,
-    0x20008,
-    0x40000,
-    0x10000000,
+    *(0, 1, 2, 8, 10, 16, 17, 40, 132, 0x5412, 0x541C, 0x5423, 0x20008, 0x40000, 0x10000000),
     2**32 - 1,
 ]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    seccomp.bpf_filter.cache_clear()
 
 
 @given(
@@ -185,7 +176,7 @@ def test_values_that_the_filter_must_refuse(machine: str) -> None:
     # no randomization, executable reads, a mapped page zero, SVR4
     for personality in (0x40000, 0x400000, 0x0100000, 1):
         assert verdict((135, 92), personality) == ERRNO | errno.EPERM, hex(personality)
-    for number in (470, 480, 511):
+    for number in (470, 480, 511, 0x40000000, 2**32 - 1):
         assert verdict((number, number)) == ERRNO | errno.ENOSYS
 
 
@@ -195,22 +186,8 @@ def test_a_machine_without_a_table_is_refused() -> None:
 
 
 def test_allows_calls_that_programs_need() -> None:
-    for name in ("read", "openat", "execve", "futex", "socket(AF_INET)", "clone(SIGCHLD)"):
-        number = {
-            "read": 0,
-            "openat": 257,
-            "execve": 59,
-            "futex": 202,
-            "socket(AF_INET)": 41,
-            "clone(SIGCHLD)": 56,
-        }[name]
+    calls = {"read": 0, "openat": 257, "execve": 59, "futex": 202, "socket(AF_INET)": 41}
+    program, arch = seccomp.bpf_filter("x86_64"), seccomp.AUDIT_ARCH["x86_64"]
+    for name, number in {**calls, "clone(SIGCHLD)": 56}.items():
         args = (17 if "clone" in name else 2, 0, 0, 0, 0, 0)
-        assert (
-            run(
-                seccomp.bpf_filter("x86_64"),
-                arch=seccomp.AUDIT_ARCH["x86_64"],
-                number=number,
-                args=args,
-            )
-            == ALLOW
-        ), name
+        assert run(program, arch=arch, number=number, args=args) == ALLOW, name

@@ -180,15 +180,10 @@ def test_omits_members_that_raise_privileges_or_are_not_files(place: Path) -> No
     ]
     members += [
         member("/top/./made", data=b"abs"),
-        member("again", data=b"1"),
-        member("again", data=b"2"),
+        *(member("again", data=d) for d in (b"1", b"2")),
     ]
-    members += [
-        member("hard", HARD, "program"),
-        member("sh", LINK, "/bin/sh"),
-        member("soft", HARD, "sh"),
-        member("./", FOLDER),
-    ]
+    members += [member("hard", HARD, "program"), member("sh", LINK, "/bin/sh")]
+    members += [member("soft", HARD, "sh"), member("./", FOLDER)]
     unpack(archive(place / "bad.tar", *members), place / "to", Bounds())
     to = place / "to"
     assert sorted(os.listdir(to)) == ["again", "closed", "hard", "program", "sh", "soft", "top"]
@@ -220,41 +215,21 @@ def _zeros(path: Path, *, size: int) -> Path:
     return path
 
 
+SMALL, FEW = "at most bounds.bytes = 1048576 bytes, and", "bounds.members = 10 members"
+FLAT, LATE = "at most bounds.depth = 5 names", "within bounds.seconds = 0.5 s, and takes"
+
+
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("make_archive", "bounds", "message"),
     [
-        (
-            lambda path: _zeros(path, size=400 << 20),
-            Bounds(bytes=1 << 20),
-            "at most bounds.bytes = 1048576 bytes, and",
-        ),
-        (
-            lambda path: archive(path, _sparse(1 << 40)),
-            Bounds(bytes=1 << 20),
-            "at most bounds.bytes = 1048576 bytes, and",
-        ),
-        (
-            lambda path: archive(path, *(member(str(i)) for i in range(11))),
-            Bounds(members=10),
-            "bounds.members = 10 members",
-        ),
-        (
-            lambda path: archive(path, member("/".join("abcdefghijk"))),
-            Bounds(members=10),
-            "bounds.members = 10 members",
-        ),
-        (
-            lambda path: archive(path, member("/".join("abcdef"))),
-            Bounds(depth=5),
-            "at most bounds.depth = 5 names, got 6",
-        ),
+        (lambda path: _zeros(path, size=400 << 20), Bounds(bytes=1 << 20), SMALL),
+        (lambda path: archive(path, _sparse(1 << 40)), Bounds(bytes=1 << 20), SMALL),
+        (lambda path: archive(path, *map(member, map(str, range(11)))), Bounds(members=10), FEW),
+        (lambda path: archive(path, member("/".join("abcdefghijk"))), Bounds(members=10), FEW),
+        (lambda path: archive(path, member("a/b/c/d/e/f")), Bounds(depth=5), f"{FLAT}, got 6"),
         (lambda path: archive(path, member("x" * 3000)), Bounds(), "at most 2048 bytes, got 'xxx"),
-        (
-            lambda path: _zeros(path, size=1 << 40),
-            Bounds(bytes=1 << 50, seconds=0.5),
-            "within bounds.seconds = 0.5 s, and takes",
-        ),
+        (lambda path: _zeros(path, size=1 << 40), Bounds(bytes=1 << 50, seconds=0.5), LATE),
     ],
 )
 def test_refuses_archives_beyond_the_bounds_and_leaves_nothing(
@@ -303,22 +278,14 @@ def test_refuses_invalid_bounds() -> None:
 def test_refuses_truncated_archives_only(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "whole.tar"
     with tarfile.open(path, f"w{compression}") as out:  # type: ignore[call-overload]
-        for info, data in (
-            member("a", data=os.urandom(40_000)),
-            member("b", data=os.urandom(40_000)),
-        ):
+        for info, data in (member(name, data=os.urandom(40_000)) for name in "ab"):
             out.addfile(info, io.BytesIO(data))
     (tmp_path / "to").mkdir()
     unpack(path, tmp_path / "to", Bounds())
     assert [(tmp_path / "to" / name).stat().st_size for name in ("a", "b")] == [40_000, 40_000]
     content = path.read_bytes()
-    torn = [
-        b"",
-        b"no archive" * 100,
-        content[:20_000],
-        content[:60_000],
-        content[: 40_960 + 100] if not compression else content[:-9],
-    ]
+    torn = [b"", b"no archive" * 100, content[:20_000], content[:60_000]]
+    torn += [content[: 40_960 + 100] if not compression else content[:-9]]
     for number, data in enumerate(torn):
         path.write_bytes(data)
         (tmp_path / str(number)).mkdir()
@@ -347,10 +314,7 @@ confined_unpacking.main()
         ("while True: os.write(1, b'x' * 4096)", "unpacked: x{1000}$"),
         ("os.kill(os.getpid(), signal.SIGSEGV); os._exit(9)", "ended without a message"),
         ("kernel.die_with_parent(0); os.setsid(); signal.pause()", "within bounds.seconds = 1 s"),
-        (
-            "os.close(1); kernel.die_with_parent(0); os.setsid(); signal.pause()",
-            "within bounds.seconds = 1 s",
-        ),
+        ("os.close(1); kernel.die_with_parent(0); os.setsid(); signal.pause()", "within bounds.s"),
         ("raise OSError('\\udcff')", "OSError: .udcff"),
     ],
 )

@@ -1,8 +1,8 @@
 """Candidates of `rollweave advise`, and the choice among their predictions."""
 
 import itertools
+from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,19 +39,11 @@ PACINGS = [
 
 
 def prediction(step_s: float, **fields: object) -> Prediction:
-    made = Prediction(
-        step_s=step_s,
-        step_tokens=1.0,
-        staleness=0.0,
-        stalest=0,
-        engines={},
-        trainer={},
-        kv_used=0.0,
-        dropped=0.0,
-        fastest_s=step_s,
-        slowest_s=step_s,
-    )
-    return msgspec.structs.replace(made, **fields)
+    nothing = {"staleness": 0.0, "stalest": 0, "engines": {}, "trainer": {}}
+    seconds = dict.fromkeys(("step_s", "fastest_s", "slowest_s"), step_s)
+    shares = {"step_tokens": 1.0, "kv_used": 0.0, "dropped": 0.0}
+    made: dict[str, Any] = {**nothing, **seconds, **shares, **fields}
+    return Prediction(**made)
 
 
 def candidate(trainer: int, pacing: Pacing) -> Candidate:
@@ -66,11 +58,7 @@ PREDICTED = st.dictionaries(
 
 
 @settings(max_examples=examples(50))
-@given(
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.lists(st.sampled_from(DEGREES), unique=True),
-)
+@given(st.integers(1, 40), st.integers(1, 40), st.lists(st.sampled_from(DEGREES), unique=True))
 def test_splits_are_all_that_use_the_gpus(gpus: int, least: int, degrees: list[int]) -> None:
     divisions = splits({"": gpus}, {"": degrees}, {"": least})
     counts = trainer_counts(gpus - 1, least)

@@ -127,10 +127,4 @@ def test_the_list_names_existing_fields() -> None:
     config = loads(CONFIG.format(engines="", more=""))
     for section, fields in IGNORED.items():
         assert set(fields) <= set(type(getattr(config, section)).model_fields), section
-        assert fields != ALL or section in (
-            "algorithm",
-            "critic",
-            "warmup",
-            "faults",
-            "sandbox",
-        )
+        assert fields != ALL or section in ("algorithm", "critic", "warmup", "faults", "sandbox")

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rollweave.schema.errors import ConfigError
 from rollweave_sim import cost
 from rollweave_sim.cost import EngineCost, EngineCosts, TrainerCost
-from rollweave_sim.hardware import GPUS, Gpu, gpu, link, model
+from rollweave_sim.hardware import GPUS, gpu, link, model
 from rollweave_sim.training import Passes, mfu
 from tests.support.simulation import decode_step, looped
 
@@ -145,15 +146,11 @@ def test_decode_s_equals_the_sum_of_steps(placement, decode, mean_context, steps
 def test_decode_s_equals_the_sum_of_steps_on_any_balance_of_compute_and_memory(
     flops, bandwidth, decode, context, steps
 ):
-    odd = Gpu(
-        name="odd",
-        bf16_flops=flops,
-        matmul_efficiency=0.9,
-        hbm_bytes_per_s=bandwidth,
-        hbm_bytes=80e9,
-        nvlink_bytes_per_s=1e11,
+    costs = EngineCost(
+        gpu=replace(gpu("h100"), bf16_flops=flops, hbm_bytes_per_s=bandwidth),
+        model=model("qwen3-8b"),
+        tp=1,
     )
-    costs = EngineCost(gpu=odd, model=model("qwen3-8b"), tp=1)
     assert costs.decode_s(decode=decode, decode_context=context, steps=steps) == pytest.approx(
         looped(costs, decode, context, steps), rel=1e-9
     )
@@ -169,14 +166,6 @@ def test_a_batch_crosses_from_compute_to_memory_within_one_closed_form():
     assert costs.decode_s(decode=800, decode_context=0, steps=steps) == pytest.approx(
         sum(times), rel=1e-12
     )
-
-
-def test_parts_of_a_run_of_steps_add_up():
-    costs = engine("h800", "qwen3-8b")
-    total = costs.decode_s(decode=800, decode_context=0, steps=600)
-    before = costs.decode_s(decode=800, decode_context=0, steps=217)
-    after = costs.decode_s(decode=800, decode_context=800 * 217, steps=383)
-    assert before + after == pytest.approx(total, rel=1e-12)
 
 
 # Tensor parallelism (Heddle Fig. 7).
@@ -318,17 +307,9 @@ def test_refuses_impossible_engines(hardware, shape, tp, words):
 
 
 def test_refuses_models_larger_than_a_machine():
-    small = Gpu(
-        name="small",
-        bf16_flops=1e14,
-        matmul_efficiency=0.9,
-        hbm_bytes_per_s=1e12,
-        hbm_bytes=8e9,
-        nvlink_bytes_per_s=1e11,
-    )
+    small = replace(gpu("h100"), name="small", hbm_bytes=8e9)
     with pytest.raises(
-        ConfigError,
-        match=r"model must fit one machine of 8 small \(.*\), got qwen2.5-72b",
+        ConfigError, match=r"model must fit one machine of 8 small \(.*\), got qwen2.5-72b"
     ):
         EngineCost(gpu=small, model=model("qwen2.5-72b"), tp=8)
 
@@ -435,8 +416,7 @@ def test_a_checkpoint_is_written_by_all_machines():
 )
 def test_refuses_trainers_without_memory_for_their_state(gpus, shape, least):
     with pytest.raises(
-        ConfigError,
-        match=rf"gpus must be at least {least} to train {shape} on h800 .*, got {gpus}",
+        ConfigError, match=rf"gpus must be at least {least} to train {shape} on h800 .*, got {gpus}"
     ):
         trainer(gpus, shape)
     trainer(least, shape)

@@ -14,18 +14,7 @@ class Part:
 
 
 def test_every_command_has_one_handler() -> None:
-    part: Any = Part()
-    effects = Effects(
-        clock=part,
-        post=part,
-        rollouts=part,
-        fleet=part,
-        trainer=part,
-        relays=part,
-        workers=part,
-        predictor=part,
-        limits=part,
-        observer=part,
-        finish=part,
-    )
+    parts = ("rollouts", "fleet", "trainer", "relays", "workers", "predictor", "limits")
+    world: Any = dict.fromkeys(("clock", "post", "observer", "finish", *parts), Part())
+    effects = Effects(**world)
     assert effects.handlers.keys() == set(get_args(Command))

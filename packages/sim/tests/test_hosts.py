@@ -13,7 +13,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave_sim.cost import EngineCost, SharedCost
+from rollweave_sim.cost import EngineCost
 from rollweave_sim.hardware import gpu, model
 from rollweave_sim.hosts import SimHosts
 from rollweave_sim.run import SimMetrics
@@ -141,12 +141,7 @@ def test_sites_are_joined_by_the_link_of_the_weights(tmp_path: Path) -> None:
     """
     pools = {**POOLS, "bandwidth": {**POOLS["bandwidth"], "site": "elsewhere"}}
     hosts = SimHosts(
-        pooled(
-            tmp_path,
-            relayed=True,
-            pools=pools,
-            sim={"model": "qwen3-8b", "link": "ethernet"},
-        )
+        pooled(tmp_path, relayed=True, pools=pools, sim={"model": "qwen3-8b", "link": "ethernet"})
     )
     assert [hosts.pool_of(number) for number in range(3)] == ["compute", "compute", "bandwidth"]
     assert hosts.slowdown(0, 1) == hosts.slowdown(2, 2) == 1.0
@@ -201,6 +196,7 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
     assert {node.sharing for node in world.fleet.nodes.values()} == {1}
     assert [one.seat.pool for one in state.engines.values()][-2:] == ["bandwidth", "bandwidth"]
     finish(world)
+    assert not relayed or (world.events, round(world.clock.now, 3)) == (5511, 325.565)
     assert ("relays" in state.mechanisms) == relayed
     assert replayed(run_config, journal).snapshot() == world.core.snapshot()
 
@@ -234,26 +230,11 @@ def test_an_engine_that_joins_gets_a_place_in_its_pool(tmp_path: Path) -> None:
     assert joined.engine.cost is world.fleet.nodes[world.slots[0].id].engine.cost  # type: ignore[union-attr]
 
 
-def test_engines_that_share_gpus_take_turns_on_them() -> None:
-    alone = EngineCost(gpu=gpu("h20"), model=model("qwen3-8b"), tp=1)
-    shared = SharedCost(alone, engines=3)
-    work = {"prefill_tokens": 100, "prefill_context": 5000, "decode": 4, "decode_context": 900}
-    assert shared.step_s(**work) == 3 * alone.step_s(**work)
-    assert shared.decode_s(decode=4, decode_context=900, steps=9) == 3 * alone.decode_s(
-        decode=4, decode_context=900, steps=9
-    )
-    assert shared.kv_tokens == alone.kv_tokens // 3
-    assert shared.move_s(7) == alone.move_s(7)
-
-
 @pytest.mark.slow
 def test_a_cluster_without_pools_has_a_relay_on_each_host(tmp_path: Path) -> None:
     plain = config(tmp_path, sim={}).model_dump(exclude_unset=True)
     run_config = RunConfig.model_validate(
-        {
-            **plain,
-            "cluster": {"address": "127.0.0.1:0", "hosts": 3},
-        }
+        {**plain, "cluster": {"address": "127.0.0.1:0", "hosts": 3}}
     )
     world, _ = begun(run_config)
     assert [slot.host for slot in world.slots] == [0, 1, 2]

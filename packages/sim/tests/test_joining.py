@@ -13,7 +13,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave_sim.run import SimMetrics
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.world import World
 from tests.support.referee import Referee
 from tests.support.simulation import config
@@ -41,9 +41,7 @@ def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_pat
         {**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}}
     )
     journal = Journal()
-    metrics = SimMetrics()
-    world = World(run_config, observer=metrics, journal=journal)
-    metrics.watch(world)
+    world = World(run_config, observer=NullObserver(), journal=journal)
     world.start()
     state = world.core.state
     while state.trainer.step < 1:

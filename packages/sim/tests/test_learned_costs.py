@@ -10,8 +10,8 @@ import pytest
 from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.fleet import _profile
-from rollweave_sim.run import SimMetrics
 from rollweave_sim.world import World
 from tests.support.simulation import config
 
@@ -33,9 +33,7 @@ def servers(directory: Path, *, degrees: dict[int, int], **changes: Any) -> RunC
 
 
 def simulated(run_config: RunConfig) -> World:
-    metrics = SimMetrics()
-    world = World(run_config, observer=metrics)
-    metrics.watch(world)
+    world = World(run_config, observer=NullObserver())
     world.run()
     return world
 

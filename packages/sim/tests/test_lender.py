@@ -1,6 +1,8 @@
 """A simulated serving engine that lends its slack: what users and rollouts get."""
 
+import hashlib
 import random
+import re
 
 import pytest
 
@@ -105,3 +107,19 @@ def test_kv_of_finished_turns_is_kept_for_the_lease_alone() -> None:
     rig.until(1000.0)
     assert kept > 0
     assert rig.lent.export_kv(1000.0, "t0", "") == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [({}, "878376d1"), ({"tpot": False}, "e0a962c0"), ({"ttft": False}, "d8cf6be8")],
+)
+def test_a_load_always_has_the_same_times(limits: dict[str, bool], expected: str) -> None:
+    """If a change of them is meant, take the digest that the failure prints."""
+    total, seen = hashlib.blake2b(digest_size=4), list[object]()
+    for seed in range(6):
+        every_turn_ends(rig := Rig(**limits), random.Random(seed))
+        seen += [(one.key, one.at, one.cached_tokens, one.queue_s) for one in rig.done]
+        seen += [*rig.first.values(), *rig.last.values(), *rig.returned.items(), rig.lender.cuts]
+        seen += [rig.lender.serving_s, rig.lender.stalls, rig.lender.use(2e7) * 1e7]
+    total.update(re.sub(r"(\.\d{5})\d+", r"\1", repr(seen)).encode())
+    assert total.hexdigest() == expected

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from rollweave.schema.errors import ConfigError
 from rollweave_sim import profile
@@ -105,22 +106,7 @@ def test_a_profile_s_decode_s_equals_the_sum_of_steps(decode, context, steps):
 GOOD = {
     "kv_tokens": 4096,
     "subject": "tiny model, one thread",
-    "samples": [
-        {
-            "prefill_tokens": 0,
-            "prefill_context": 0,
-            "decode": 1,
-            "decode_context": 10,
-            "seconds": 0.001,
-        },
-        {
-            "prefill_tokens": 64,
-            "prefill_context": 2080,
-            "decode": 0,
-            "decode_context": 0,
-            "seconds": 0.004,
-        },
-    ],
+    "samples": [asdict(sample(ENDS[0], 0.001)), asdict(sample(ENDS[1], 0.004))],
 }
 
 
@@ -177,21 +163,11 @@ def test_noise_moves_the_fit_not_below_the_mean():
     average.
     """
     samples = [
-        Sample(
-            prefill_tokens=p,
-            prefill_context=0,
-            decode=d,
-            decode_context=0,
-            seconds=(1.0 + p + d) * chance,
-        )
+        sample((p, 0, d, 0), (1.0 + p + d) * chance)
         for p in (0, 1, 2)
         for d in (0, 1, 2)
         for chance in (0.5, 1.5)
     ]
-    cost = ProfileCost(samples=samples, kv_tokens=1)
-    assert cost.step_s(
-        prefill_tokens=1, prefill_context=0, decode=1, decode_context=0
-    ) == pytest.approx(3.0)
-    assert cost.step_s(
-        prefill_tokens=0, prefill_context=0, decode=0, decode_context=0
-    ) == pytest.approx(1.0)
+    costs = ProfileCost(samples=samples, kv_tokens=1)
+    assert predicted(costs, sample((1, 0, 1, 0), 1.0)) == pytest.approx(3.0)
+    assert predicted(costs, sample((0, 0, 0, 0), 1.0)) == pytest.approx(1.0)

@@ -128,10 +128,7 @@ def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
     assert set(plans) == set(stored)
     for name, plan in plans.items():
         trajectory = stored[name]  # type: ignore[index]
-        spans = [
-            (segment.kind, segment.end - segment.start)
-            for segment in trajectory.sequences[0].segments
-        ]
+        spans = [(one.kind, one.end - one.start) for one in trajectory.sequences[0].segments]
         assert plan.prompt_tokens == spans[0][1]
         assert [turn.output_tokens for turn in plan.turns] == [
             length for kind, length in spans if kind is SegmentKind.OUTPUT
@@ -139,10 +136,7 @@ def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
         assert plan.prompt_tokens + sum(
             t.output_tokens + t.observation_tokens for t in plan.turns
         ) == sum(n for _, n in spans)
-        assert (plan.stop, plan.reward, plan.fails_in) == (
-            trajectory.stop_reason,
-            trajectory.reward,
-            "",
-        )
+        scored = (trajectory.stop_reason, trajectory.reward, "")
+        assert (plan.stop, plan.reward, plan.fails_in) == scored
         assert plan.init_s >= trajectory.timing.init_s > 0
         assert all(turn.env_s > 0 for turn in plan.turns)

@@ -19,6 +19,7 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave_sim.candidates import Candidate, Prediction
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.rerun import (
     LENGTH,
     MeasuredEngine,
@@ -26,7 +27,6 @@ from rollweave_sim.rerun import (
     Reruns,
     fit_line,
 )
-from rollweave_sim.run import SimMetrics
 from rollweave_sim.timings import Reader, Timings, read_timings
 from rollweave_sim.trial import run_trial, try_out
 from rollweave_sim.world import Costs, World
@@ -61,10 +61,8 @@ def simulated() -> RunConfig:
 
 
 def simulate(config: RunConfig, path: Path) -> World:
-    metrics = SimMetrics()
     with RunJournal(path) as journal:
-        world = World(config, observer=metrics, journal=journal, costs=PRICED)
-        metrics.watch(world)
+        world = World(config, observer=NullObserver(), journal=journal, costs=PRICED)
         world.run()
     return world
 
@@ -83,12 +81,7 @@ def test_timings_of_a_run_are_read_from_its_journal(tmp_path: Path) -> None:
     assert timings.saved == pytest.approx([4.0] * len(timings.saved))
     assert timings.published
     assert timings.loaded
-
-
-def test_a_trainer_is_measured_from_a_run(tmp_path: Path) -> None:
-    config = simulated()
-    simulate(config, tmp_path / "journal.bin")
-    trainer = MeasuredTrainer(read_timings(tmp_path / "journal.bin", config))
+    trainer = MeasuredTrainer(timings)
     assert trainer.step_s(tokens=1000, context=7) == pytest.approx(3.0)
     assert (trainer.publish_s(), trainer.load_s(engines=9, tp=1)) == pytest.approx((0.5, 0.125))
 
@@ -101,7 +94,7 @@ def test_a_run_that_trained_nothing_is_refused() -> None:
 
 def test_a_journal_that_was_compacted_is_refused(tmp_path: Path) -> None:
     config = simulated()
-    world = World(config, observer=SimMetrics(), costs=PRICED)
+    world = World(config, observer=NullObserver(), costs=PRICED)
     world.start()
     for _ in range(20):
         world.step()
@@ -333,4 +326,4 @@ def test_a_run_is_compared_with_fewer_engines_and_other_modes() -> None:
     made = table.rearranged(other)
     assert (made.rollout.mode.value, made.rollout.alpha) == ("sync", None)
     assert (made.engines[0].count, made.engines[0].degree) == (other.split.engines[0].count, 2)
-    assert made.eval.final_episodes == 0
+    assert (made.eval.final_episodes, table.rearranged(table.itself).rollout.alpha) == (0, 1)

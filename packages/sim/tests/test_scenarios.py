@@ -42,11 +42,7 @@ def test_a_seed_always_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "count", "kinds", "expected"),
-    [
-        (0.0, 0, 0, "5d9814bfab14"),
-        (0.3, 53, 5, "b6f6ecffd1ab"),
-        (1.0, 150, 5, "0d7e925b2697"),
-    ],
+    [(0.0, 0, 0, "5d9814bfab14"), (0.3, 53, 5, "b6f6ecffd1ab"), (1.0, 150, 5, "0d7e925b2697")],
 )
 def test_an_attempt_always_has_the_same_fault(
     rate: float, count: int, kinds: int, expected: str

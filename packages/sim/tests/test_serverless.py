@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollweave_sim.workers import COLD_S, KEEP_S, WARM_S, Serverless
+from rollweave_sim.workers import COLD_S, KEEP_S, WARM_S, Dedicated, Serverless
 
 
 def test_calls_are_cold_at_first_and_after_the_keep_time() -> None:
@@ -19,6 +19,14 @@ def test_time_alive_is_start_work_and_idle_time() -> None:
     platform = Serverless()
     platform.call(0.0, 10.0)
     assert platform.alive_s == pytest.approx(COLD_S + 10.0)
+    assert platform.utilization() == pytest.approx(10.0 / (COLD_S + 10.0 + KEEP_S))
     platform.call(COLD_S + 10.0 + 5.0, 20.0)
     assert platform.alive_s == pytest.approx(COLD_S + 10.0 + 5.0 + WARM_S + 20.0)
     assert platform.utilization() == pytest.approx(30.0 / (COLD_S + WARM_S + 35.0 + KEEP_S))
+
+
+def test_calls_wait_for_the_first_instance_that_is_free() -> None:
+    assert (Dedicated(2).utilization(), Serverless().utilization()) == (0.0, 0.0)
+    two = Dedicated(2)
+    waits = [two.call(now, seconds) for now, seconds in ((1.0, 4.0), (2.0, 9.0), (3.0, 5.0))]
+    assert (waits, two.utilization()) == ([4.0, 9.0, 7.0], 18.0 / (11.0 * 2))

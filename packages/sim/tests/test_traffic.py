@@ -9,7 +9,7 @@ import pytest
 from rollweave.schema.errors import ConfigError
 from rollweave_sim.traffic import DAY_PEAK, WINDOW_S, drawn, recorded
 
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+HEADER, AT = "TIMESTAMP,ContextTokens,GeneratedTokens\n", "TIMESTAMP must"
 
 
 @pytest.mark.extended
@@ -28,6 +28,9 @@ def test_a_seed_gives_the_same_requests_and_another_one_others() -> None:
     first, again, other = (list(itertools.islice(drawn(5.0, seed=seed), 50)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
+    late = next(itertools.islice(drawn(5.0, seed=1), 20_000, None))
+    pinned = [(round(one.at, 4), one.prompt_tokens, one.output_tokens) for one in (first[9], late)]
+    assert pinned == [(2.8858, 755, 660), (3625.7413, 585, 418)]
 
 
 def test_a_trace_with_dates_begins_at_its_first_request(tmp_path: Path) -> None:
@@ -44,14 +47,8 @@ def test_a_trace_with_dates_begins_at_its_first_request(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (HEADER + "-3,10,10\n", ":2: TIMESTAMP must be at least 0, got '-3'"),
-        (
-            HEADER + "soon,10,10\n",
-            ":2: TIMESTAMP must be a date or a number of seconds, got 'soon'",
-        ),
-        (
-            HEADER + "5,10,10\n4,10,10\n",
-            ":3: TIMESTAMP must not be earlier than in the line before, got '4'",
-        ),
+        (HEADER + "soon,10,10\n", f":2: {AT} be a date or a number of seconds, got 'soon'"),
+        (HEADER + "5,9,9\n4,9,9\n", f":3: {AT} not be earlier than in the line before, got '4'"),
         (HEADER + "5,0,10\n", ":2: ContextTokens must be a number of at least 1, got '0'"),
         (HEADER + "5,7,x\n", ":2: GeneratedTokens must be a number of at least 1, got 'x'"),
         (HEADER, " must have at least one line below its columns, got none"),

@@ -61,6 +61,9 @@ def test_tokens_per_second_are_the_tokens_of_a_step_over_its_seconds(
     """Every trajectory has 200 tokens, and a step trains four."""
     prediction = traced(tmp_path, mode, [[[50, 20, 0.1], [30, 0, 0.1]]])
     assert prediction.step_tokens == 4 * 200
+    steps = {"sync": 1.3284666667, "one_step": 1.3605, "stream": 1.3605}
+    steps |= {"partial": 1.111, "bounded": 1.111, "decoupled": 0.29505}
+    assert prediction.step_s == pytest.approx(steps[mode], rel=1e-6)
     assert prediction.tokens_per_s * prediction.step_s == pytest.approx(4 * 200)
 
 

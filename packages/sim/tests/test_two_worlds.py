@@ -90,11 +90,7 @@ def test_a_run_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> No
 def test_a_run_that_schedules_trajectories_keeps_the_contract(
     world: World, migration: str, tmp_path: Path
 ) -> None:
-    rollout = {
-        "scheduling": "trajectory",
-        "group_size": 4,
-        "max_running": 16,
-    }
+    rollout = {"scheduling": "trajectory", "group_size": 4, "max_running": 16}
     referee = judge(
         *world(
             tmp_path,

@@ -10,7 +10,7 @@ import pytest
 
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.base import EngineId, TaskId, TrajectoryId
 from rollweave.schema.commands import Command
 from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.config.root import RunConfig
@@ -20,6 +20,7 @@ from rollweave.schema.work import Limits, Purpose, Task
 from rollweave_sim.clock import Clock
 from rollweave_sim.cost import TrainerCost
 from rollweave_sim.engine import SimEngine
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.fleet import SimFleet
 from rollweave_sim.hardware import gpu, link, model
 from rollweave_sim.kv import Request
@@ -90,26 +91,12 @@ class Stage:
             trace=None,
             keep_partial_turns=keep_partial_turns,
         )
-        self.fleet.start(
-            [e.EngineSlot(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]]
-        )
-        self.rollouts.start_init(
-            c.StartInit(
-                trajectory_id=TrajectoryId("g0.0"),
-                attempt=0,
-                group_id=GroupId("g0"),
-                member=0,
-                task=Task(
-                    id=TaskId("t"),
-                    env="long",
-                    seed=0,
-                    tag="long",
-                    limits=Limits(max_turns=4, max_tokens=8000, max_turn_tokens=TURN),
-                ),
-                purpose=Purpose.TRAIN,
-                initiated_version=0,
-            )
-        )
+        self.fleet.start([e.EngineSlot(id=EngineId(f"e{n}")) for n in range(engines)])
+        limits = Limits(max_turns=4, max_tokens=8000, max_turn_tokens=TURN)
+        task = Task(id=TaskId("t"), env="long", seed=0, tag="long", limits=limits)
+        start: dict[str, Any] = {"trajectory_id": "g0.0", "attempt": 0, "group_id": "g0"}
+        start |= {"member": 0, "task": task, "purpose": Purpose.TRAIN, "initiated_version": 0}
+        self.rollouts.start_init(c.StartInit(**start))
         self.until(1.0)
         self.rollouts.start_run(c.StartRun(trajectory_id=TrajectoryId("g0.0"), attempt=0))
 
@@ -330,7 +317,10 @@ class Resuming(World):
 
     def __init__(self, run_config: RunConfig, *, resume: bool, kill_s: float) -> None:
         super().__init__(
-            run_config, observer=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
+            run_config,
+            observer=NullObserver(),
+            work={"webshop": Long(RUN_TURN)},
+            keep_partial_turns=True,
         )
         execute, self.referee = self.effects.execute, Referee()
         self.turns = self.lost = self.resumed = 0
@@ -362,17 +352,6 @@ class Resuming(World):
             self.fleet.lose(up[self.lost % len(up)], "killed")
             self.lost += 1
         self.clock.after(self.kill_s, self.kill)
-
-
-class Deaf:
-    def warned(self, command: c.Warn) -> None:
-        return
-
-    def evaluated(self, command: c.RecordEvaluation) -> None:
-        return
-
-    def best(self, command: c.MarkBest) -> None:
-        return
 
 
 def test_a_run_with_dying_engines_keeps_the_contract_and_loses_less_time() -> None:

@@ -17,8 +17,9 @@ from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave_sim.cost import EngineCosts
+from rollweave_sim.faults import NullObserver
 from rollweave_sim.fleet import kv_room
-from rollweave_sim.run import Outcome, SimMetrics, directory_of, simulate
+from rollweave_sim.run import Outcome, directory_of, simulate
 from rollweave_sim.world import World, costs_of, workloads_of
 from tests.support.properties import checked_every
 from tests.support.simulation import config
@@ -46,9 +47,7 @@ def test_engines_take_the_slots_of_their_own_profile(tmp_path: Path) -> None:
         for slots, degree in (("profiled", 1), ("profiled", 2), (7, 1))
     ]
     run_config = RunConfig.model_validate({**values, "engines": groups})
-    metrics = SimMetrics()
-    world = World(run_config, observer=metrics)
-    metrics.watch(world)
+    world = World(run_config, observer=NullObserver())
     world.run()
     engines = world.core.state.engines.values()
     costs, _ = costs_of(run_config)
@@ -72,6 +71,8 @@ def test_engines_take_the_slots_of_their_own_profile(tmp_path: Path) -> None:
 def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     outcome = simulate(config(tmp_path, mode=mode))
     assert outcome.summary.error == ""
+    ended = (outcome.events, round(outcome.summary.wall_s, 3))
+    assert mode != "sync" or ended == (5452, 395.565)
     assert outcome.summary.steps == 4
     assert outcome.summary.staleness_max == {"sync": 0}.get(mode, 1)
     assert (outcome.summary.account.balanced, outcome.summary.account.in_flight) == (True, 0)
@@ -117,7 +118,7 @@ def test_a_start_may_take_longer_than_a_step_of_training(
     run_config = config(tmp_path, mode="sync")
     assert run_config.watchdog.train_s < 800.0
     with RunJournal(tmp_path / "journal.bin") as journal:
-        world = World(run_config, observer=Deaf(), journal=journal)
+        world = World(run_config, observer=NullObserver(), journal=journal)
         world.start()
         while not any(engine.active for engine in world.core.state.engines.values()):
             world.step()
@@ -131,14 +132,6 @@ def test_a_start_may_take_longer_than_a_step_of_training(
     assert world.core.account().balanced
 
 
-class Deaf:
-    """An observer of a run that ignores all reports."""
-
-    def warned(self, command: c.Warn) -> None: ...
-    def evaluated(self, command: c.RecordEvaluation) -> None: ...
-    def best(self, command: c.MarkBest) -> None: ...
-
-
 @pytest.mark.extended
 @pytest.mark.variants
 @pytest.mark.parametrize("mode", mostly_slow([*MODES, "decoupled"], {"partial", "bounded"}))
@@ -148,7 +141,7 @@ def test_rollouts_of_a_lost_controller_continue(mode: str, tmp_path: Path) -> No
     """
     run_config = config(tmp_path, mode=mode, max_running=16)
     with RunJournal(tmp_path / "journal.bin") as journal:
-        world = World(run_config, observer=Deaf(), journal=journal)
+        world = World(run_config, observer=NullObserver(), journal=journal)
         world.start()
         while world.core.state.counters.turns < 60:
             world.step()
@@ -287,7 +280,7 @@ def test_engines_stop_for_the_swap_only(tmp_path: Path, mode: str) -> None:
 
 def test_each_event_is_followed_by_the_hook_of_checks(tmp_path: Path) -> None:
     seen: list[float] = []
-    world = World(config(tmp_path), observer=SimMetrics())
+    world = World(config(tmp_path), observer=NullObserver())
     world.each_event = lambda: seen.append(world.clock.now)
     world.start()
     while world.events < 50:
